@@ -1,7 +1,7 @@
 # Two commands do all the set-up on a machine that has Python and nothing else:
 #   make train   train the digits CNN on two processes
 #   make test    run the suite on all three frameworks, a case that they share on one
-#   make test-quick   run what two minutes allow
+#   make test-quick   run the tests that take no ranks, or two of PyTorch
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -15,7 +15,13 @@ from harness import FRAMEWORKS
 
 PACKAGE = Path(choros.__file__).parent
 #: What examples import beside choros, and the framework of its package.
-NEEDED = {"choros.comm.engines.device_collectives": "torch", "choros.jax.optimizer": "optax"}
+NEEDED = {
+    "choros.comm.engines.device_collectives": "torch",
+    "choros.jax.clipping": "optax",
+    "choros.jax.dependence": "optax",
+    "choros.jax.optimizer": "optax",
+    "choros.jax.sliced_state": "optax",
+}
 
 
 def with_examples(of: str = "") -> list[str]:

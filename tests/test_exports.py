@@ -42,8 +42,8 @@ reducescatter reducescatter_async sparse_allreduce_async synchronize
 """
 
 CHOROS_JAX = """
-elastic allgather allreduce alltoall broadcast broadcast_parameters distributed grouped_allgather grouped_allreduce
-grouped_reducescatter join reducescatter
+elastic allgather allreduce alltoall broadcast broadcast_parameters clip_by_global_norm distributed grouped_allgather
+grouped_allreduce grouped_reducescatter join own_state reducescatter whole_state
 """
 
 CHOROS_TENSORFLOW = """

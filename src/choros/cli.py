@@ -27,6 +27,7 @@ Examples:
   choros top                          the running job: progress, rates, what each rank's time goes to
   choros timeline run.json --summary  where the time of a recorded job went, and who waited for whom
   choros forecast run.json --np 64 …  what this job would take on ranks that are not rented yet
+  choros memory train.py --fit 24GB   what each rank needs in memory, and on how many ranks it fits
 """
 
 
@@ -35,6 +36,7 @@ _MODULES = {
     "bench": "choros.bench.cli",
     "doctor": "choros.doctor.cli",
     "forecast": "choros.forecast.cli",
+    "memory": "choros.memory.cli",
     "report": "choros.report.cli",
     "stacks": "choros.launch.cli",
     "timeline": "choros.trace.cli",

@@ -12,7 +12,7 @@ from typing import Final, final
 
 _LAUNCHER, _WRAPPER, _RANKS = "chorosrun", "The wrapper beside each rank", "Ranks"
 _HOSTS, _SERVERS, _BENCH = "Connections between processes and hosts", "Parameter servers", "choros bench"
-_DOCTOR, _VIEW = "choros doctor", "choros top"
+_DOCTOR, _VIEW, _MEMORY = "choros doctor", "choros top", "choros memory"
 
 #: Only tests set this variable, for the processes that they start.
 TEST_SCALE: Final = "CHOROS_TEST_TIME_SCALE"
@@ -222,6 +222,10 @@ DOCTOR_LOGIN: Final = Duration(10.0, _DOCTOR, "for the hosts' logins", "those wi
 DOCTOR_HOST: Final = Duration(150.0, _DOCTOR, "for the facts of hosts", "choros cannot be run on those without")
 DOCTOR_REACH: Final = Duration(10.0, _DOCTOR, "for a host to connect to all others", "those left are not reached")
 DOCTOR_JOB: Final = Duration(60.0, _DOCTOR, "for its job of two ranks", "the job has failed")
+
+# choros memory ----------------------------------------------------------------------------------
+
+MEMORY_PROGRESS: Final = Duration(2.0, _MEMORY, "for a script's third step, or a model's file", "it says so")
 
 # choros top -------------------------------------------------------------------------------------
 

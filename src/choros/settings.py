@@ -193,6 +193,9 @@ class Config:
         "whether a job says at its end where the time of its steps went, and what would help.", page="verdict.md")
     merge_output: bool = _switch("CHOROS_MERGE_OUTPUT", "1",
         "whether chorosrun shows equal lines that several ranks write on standard error within a moment as one line.")
+    shard_state: bool = _switch("CHOROS_SHARD_STATE", "0",
+        "whether each rank has a slice of optimizers' state only, where a script does not say so itself.",
+        page="shard-state.md", flag="--shard-state / --no-shard-state", group="Tuning")
     compare_every: int = _number("CHOROS_COMPARE_EVERY", "100", "steps",
         "after how many steps ranks compare what they train, each time again; with 0 only after the first steps.",
         make=int, page="divergence.md")

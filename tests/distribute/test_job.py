@@ -12,7 +12,7 @@ from choros.topology import Topology
 )
 def test_a_lone_process_says_how_to_have_more_replicas(monkeypatch, caplog, topology, reported):
     monkeypatch.setattr(job, "framework", lambda: "torch")
-    monkeypatch.setattr(job, "synchronous_training", lambda: None)
+    monkeypatch.setattr(job, "synchronous_training", lambda **_: None)
     replicas, _ = job.replicas_of(topology)
     assert isinstance(replicas, ProcessReplicas)
     assert ("chorosrun -np N python" in caplog.text) == reported

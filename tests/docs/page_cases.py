@@ -41,6 +41,10 @@ def case_compression():
     _run("compression.md")
 
 
+def case_shard_state():
+    _run("shard-state.md")
+
+
 def case_timeline():
     _run("timeline.md")
 

@@ -98,6 +98,22 @@ weights, batches, examples = [np.ones(3, "float32")], [x[:8]] * 8, 0
         values={"AdamW(1e-3), ...)": 'AdamW(1e-3), "mse")', ", ...])": "], shuffle=False, verbose=0)"},
     ),
     Program(
+        "shard-state.md",
+        ("torch",),
+        names=_KERAS
+        + """
+import tempfile
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(), shard_state=True), "mse")
+model.fit(x, y, verbose=0)
+file = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None) + "/checkpoint.keras"
+if hvd.rank() == 0:
+    model.save(file)
+hvd.allreduce(0.0)
+""",
+        values={'"checkpoint.keras"': "file"},
+    ),
+    Program(
         "tensorflow.md",
         ("tensorflow",),
         values={

@@ -4,12 +4,14 @@ Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1
 ``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, with the seed of
 ``loader``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows, FIT_HELD_OUT that of rows
 for validation, FIT_STEPS that of steps of an epoch, of which three are one pass then, FIT_VERBOSE what ``fit`` prints,
-FIT_SCALED whether the loss is scaled, FIT_CLOSED whether standard input and error are closed. With CHOROS_OVERLAP=1
-there are three layers of weights, and each is a bucket.
+FIT_SCALED whether the loss is scaled, FIT_MOMENTUM
+whether the momentum is 1, so that the optimizer's state counts, FIT_CLOSED whether standard input and error are closed.
+With CHOROS_OVERLAP=1 there are three layers of weights, and each is a bucket.
 Prints a line of JSON on each rank. New ranks, and those that are started again, have no faults.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -25,6 +27,7 @@ import choros.keras as hvd
 from choros.comm import global_process_set
 from choros.observe import events
 from choros.parallel.reduce import plan
+from choros.training.sliced_optimizer import whole_values
 
 ROWS, BATCH, EPOCHS = int(os.environ.get("FIT_ROWS", "203")), 16, 3
 api = sys.argv[1]
@@ -94,9 +97,10 @@ communicator = global_process_set.communicator
 number = communicator.rank
 is_later = communicator.is_new or "CHOROS_RESTARTS" in os.environ
 faults = Faults("" if is_later else sys.argv[2], communicator, directory)
+has_momentum = "FIT_MOMENTUM" in os.environ
 own_passes = {"gradient_accumulation_steps": passes} if passes > 1 and api == "strategy" else {}
 weight = 2.0 if api == "strategy" and passes == 1 and not kind else 1.0  # of the only class
-optimizer = keras.optimizers.SGD(1 / weight, **own_passes)
+optimizer = keras.optimizers.SGD(1 / weight, momentum=float(has_momentum), **own_passes)
 if "FIT_SCALED" in os.environ:
     optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
@@ -135,6 +139,9 @@ if passes > 1:  # of which the last update may lack some, whose gradients the op
     scale = passes if api == "strategy" else 1  # Horovod adds the gradients of micro-batches
     accumulated = next(each for each in model.optimizer.variables if "accumulator" in each.path)
     counts = counts * scale + keras.ops.convert_to_numpy(accumulated) * scale / passes
+if has_momentum:  # the sum of all gradients
+    state = list(whole_values(model.optimizer))
+    counts = -np.concatenate([each for each in state if each.ndim == 2], axis=1)
 times = 1 if steps else EPOCHS
 report = {
     "rank": number,
@@ -144,6 +151,7 @@ report = {
     "wrong": {str(row): counts[row].tolist() for row in np.flatnonzero((counts != times).any(axis=1))},
     "epochs": len(history.history["loss"]),
     "begun": len(begun),
+    "weights": hashlib.sha256(b"".join(each.tobytes() for each in model.get_weights())).hexdigest(),
     "updates": int(model.optimizer.iterations),
     "rows": history.history["rows"],
     "val_loss": history.history["val_loss"],

@@ -2,9 +2,10 @@
 have, three epochs at least.
 
 Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@70``; ``twice``: in a ``fit`` before it;
-``waits``: the others wait in the middle of the epoch for a new rank; ``joined``: rank 0 is killed while it takes a new
+``waits``: the others wait in the middle of the epoch for a new rank; ``validates``: ranks are killed at the end of the
+first validation, before the others wait for new ones; ``joined``: rank 0 is killed while it takes a new
 rank in, and the loss has a second part, a mean; ``joins:FILE``: the first new rank is killed while it joins, and
-creates this file.
+creates this file. FIT_MOMENTUM as in ``fit_script.py``.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ import choros.distribute as dist
 import choros.keras as hvd
 from choros.comm import NEWCOMER, global_process_set
 from choros.comm.engines import mpi
+from choros.training.sliced_optimizer import whole_values
 
 ROWS, BATCH = 203, 16
 api, kills = sys.argv[1], dict(tuple(map(int, each.split("@"))) for each in sys.argv[2].split(",") if each)
@@ -41,15 +43,24 @@ class Rows(keras.metrics.Sum):
 
 class Kill(keras.callbacks.Callback):
     steps = 0
+    waits = "validates" in sys.argv
 
     def on_train_batch_begin(self, batch, logs=None):
         while "waits" in sys.argv and self.steps == 6 and not is_new and not communicator.noticed & NEWCOMER:
             communicator.barrier()
             time.sleep(0.01)
-        if kills.get(number) == self.steps and not is_new:
+        if kills.get(number) == self.steps and not is_new and "validates" not in sys.argv:
             os.kill(os.getpid(), signal.SIGKILL)
         self.steps += 1
         time.sleep(0.01)
+
+    def on_test_end(self, logs=None):
+        waits, self.waits = self.waits and not is_new, False
+        if waits and number in kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while waits and not communicator.noticed & NEWCOMER:
+            communicator.barrier()
+            time.sleep(0.01)
 
 
 class StopWhenReplaced(keras.callbacks.Callback):
@@ -60,6 +71,9 @@ class StopWhenReplaced(keras.callbacks.Callback):
         self.epochs, self.fewest = 0, size
 
     def on_train_batch_end(self, batch, logs=None):
+        self.fewest = min(self.fewest, hvd.size())
+
+    def on_test_end(self, logs=None):
         self.fewest = min(self.fewest, hvd.size())
 
     def on_epoch_end(self, epoch, logs=None):
@@ -76,7 +90,7 @@ died = next((Path(each.removeprefix("joins:")) for each in sys.argv if each.star
 if is_new and died and not died.exists():
     mpi.joined = lambda *_, **__: died.touch() or os.kill(os.getpid(), signal.SIGKILL)
 most = int(os.environ["CHOROS_MAX_NP"])
-optimizer = keras.optimizers.SGD(1.0)
+optimizer = keras.optimizers.SGD(1.0, momentum=float("FIT_MOMENTUM" in os.environ))
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
 with strategy.scope() if strategy else contextlib.nullcontext():
     dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
@@ -102,6 +116,8 @@ if before:
     model.fit(**data, epochs=1, verbose=0, callbacks=[Kill()])
 history = model.fit(**data, epochs=1000, verbose=0, callbacks=callbacks, validation_data=validation)
 counts = -model.get_weights()[0][:, 0]
+if "FIT_MOMENTUM" in os.environ:
+    counts = -next(each for each in whole_values(model.optimizer) if each.ndim == 2)[:, 0]
 epochs = len(history.history["loss"]) + before
 report = {
     "rank": hvd.rank(),

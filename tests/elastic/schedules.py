@@ -2,10 +2,14 @@
 
     python tests/elastic/schedules.py --runs 20 --seed 0
     python tests/elastic/schedules.py --mixed --runs 40
+    python tests/elastic/schedules.py --sharded --runs 20
 
 Lost ranks are replaced if there is time. Each run must finish with each row trained on exactly once an epoch, in at
 most 1.5 times the time of a run without deaths plus three seconds a death, and must leave nothing behind. Prints a line
 a run.
+
+With *sharded* optimizer state, on all frameworks, the state counts the rows, too. If a slice is lost with its copy, the
+job is started again; such a run may take three times as long.
 
 *Mixed* schedules are of all kinds of faults, on all frameworks: signals to each kind of process, full file systems,
 closed descriptors, links that are down. Each run goes on, or ends with the code that is documented; it says why, and
@@ -114,7 +118,7 @@ def _moment(source: random.Random) -> str:
     return str(count) if moment == "step" else f"{moment}:{count}"
 
 
-def run(schedule: Schedule, *flags: str, framework: str = "torch") -> tuple[float, list[str]]:
+def run(schedule: Schedule, *flags: str, framework: str = "torch", sharded: bool = False) -> tuple[float, list[str]]:
     """Runs a schedule; returns its seconds, and what is wrong."""
     with tempfile.TemporaryDirectory() as temporary:
         directory, own = Path(temporary), Path(temporary) / "tmp"
@@ -122,6 +126,7 @@ def run(schedule: Schedule, *flags: str, framework: str = "torch") -> tuple[floa
         command = [sys.executable, Path(__file__).with_name("fit_script.py"), schedule.api, ",".join(schedule.deaths)]
         limits = ("-np", RANKS, "--min-np", schedule.least, "--commit-dir", directory / "commits", *flags)
         environ = {"KERAS_BACKEND": framework, "TMPDIR": str(own)}
+        environ |= {"CHOROS_SHARD_STATE": "1", "FIT_MOMENTUM": "1"} if sharded else {}
         with Running(*limits, *command, directory, env=environ, warm=True) as job:
             ended = job.end()
             job.assert_nothing_left()
@@ -292,12 +297,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sharded", action="store_true", help="with shard_state, on all frameworks")
     parser.add_argument("--mixed", action="store_true", help="faults of all kinds, on all frameworks")
     parser.add_argument("flags", nargs="*", help="further flags of chorosrun, after --")
     arguments = parser.parse_args()
     seeds, failed = range(arguments.seed, arguments.seed + arguments.runs), 0
-    if arguments.mixed:
-        undisturbed = {name: run(Schedule(1, ()), framework=name)[0] for name in FRAMEWORKS}
+    if arguments.mixed or arguments.sharded:
+        undisturbed = {name: run(Schedule(1, ()), framework=name, sharded=arguments.sharded)[0] for name in FRAMEWORKS}
     else:
         undisturbed = {
             api: statistics.median(run(Schedule(1, (), api), *arguments.flags)[0] for _ in range(3))
@@ -309,6 +315,10 @@ def main() -> None:
             schedule = MixedSchedule.drawn(seed)
             seconds, problems = run_mixed(schedule)
             limit = BOUND + undisturbed[schedule.framework]
+        elif arguments.sharded:
+            schedule, framework = Schedule.drawn(seed), FRAMEWORKS[seed % len(FRAMEWORKS)]
+            seconds, problems = run(schedule, *arguments.flags, framework=framework, sharded=True)
+            limit = 3.0 * undisturbed[framework] + 3.0 * len(schedule.deaths)
         else:
             schedule = Schedule.drawn(seed)
             seconds, problems = run(schedule, *arguments.flags)

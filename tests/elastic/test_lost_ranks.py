@@ -410,3 +410,104 @@ def test_ranks_that_join_early_get_the_last_ones_weights_though_another_is_lost(
     ended = run(*flags, sys.executable, HERE / "join_script.py", moment, env=TORCH, warm=True)
     assert ended.code == 0, ended.err
     assert re.findall("1 of 2: .*", ended.out) == ["1 of 2: 10.031, -1.969"] * 2
+
+
+# slices of an optimizer's state, which counts the rows, too -------------------------------------
+
+
+@pytest.fixture
+def sharded(monkeypatch):
+    monkeypatch.setenv("CHOROS_SHARD_STATE", "1")
+    monkeypatch.setenv("FIT_MOMENTUM", "1")
+
+
+@pytest.mark.parametrize(
+    ("framework", "api", "kills", "left"),
+    [
+        ("torch", "strategy", "0@5,2@20", [1, 3]),
+        pytest.param("torch", "horovod", "1@5,3@5", [0, 2], marks=pytest.mark.nightly),  # no neighbours
+        ("tensorflow", "horovod", "3@5", [0, 1, 2]),
+        pytest.param("jax", "horovod", "2@primitive:100", [0, 1, 3], marks=pytest.mark.nightly),
+        ("jax", "strategy", "1@5", [0, 2, 3]),
+    ],
+)
+def test_slices_are_rebuilt_from_their_copies_and_cut_anew(framework, api, kills, left, sharded):
+    ended, reports = fit(framework, kills, api, ranks=4, least=1)
+    assert sorted(report["rank"] for report in reports) == left, ended.err
+    assert [(report["wrong"], report["size"]) for report in reports] == [({}, len(left))] * len(left)
+    assert len({report["weights"] for report in reports}) == 1
+
+
+@pytest.mark.parametrize(
+    "framework", ["torch", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tensorflow", "jax"))]
+)
+def test_a_job_that_has_lost_a_slice_and_its_copy_is_started_again(framework, sharded, tmp_path):
+    again = ("--commit-dir", tmp_path / "commits", "--reset-limit", 1)
+    ended, reports = fit(framework, "1@17,2@17", "horovod", ranks=4, more=again, directory=tmp_path)
+    said = (
+        r"ranks 1, 2 on \S+ were lost, and with them a slice of the optimizer's state and its copy; it is started again"
+    )
+    assert re.search(said, ended.err)
+    assert "training goes on in epoch 2" in ended.err
+    assert [(report["wrong"], report["size"], report["epochs"]) for report in reports] == [({}, 4, 3)] * 4
+
+
+@pytest.mark.parametrize(
+    ("framework", "more"),
+    [
+        ("torch", ["waits"]),  # in the middle of an epoch
+        ("torch", ["validates"]),  # before slices were cut without the rank of which it has the number
+        pytest.param("tensorflow", [], marks=pytest.mark.nightly),
+        pytest.param("jax", [], marks=pytest.mark.nightly),
+    ],
+)
+def test_a_new_rank_receives_its_slices(framework, more, sharded):
+    kills = "1@1" if more else "1@5"
+    assert new_ranks_of_fit(framework, "strategy", kills, "-np", 3, more=more) == {1}
+
+
+def test_a_job_in_slices_grows(sharded):
+    assert new_ranks_of_fit("torch", "strategy", "", "-H", "localhost:4", "-np", 1, "--max-np", 3) == {1, 2}
+
+
+@pytest.mark.parametrize("seed", [*(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 40)), 4])
+def test_a_schedule_of_deaths_in_slices(seed):
+    """``schedules.py --sharded`` runs more."""
+    framework = ("torch", "tensorflow", "jax")[seed % 3]
+    if framework not in FRAMEWORKS:
+        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+    _, problems = run_schedule(Schedule.drawn(seed), framework=framework, sharded=True)
+    assert not problems
+
+
+@pytest.mark.parametrize(
+    ("framework", "arguments", "left"),
+    [
+        ("torch", ["0@7,2@9", "replaced"], [0, 1, 2, 3]),
+        ("torch", ["1@5", "clipped"], [0, 2, 3]),
+        pytest.param("tensorflow", ["0@7,2@9", "replaced", "clipped"], [0, 1, 2, 3], marks=pytest.mark.nightly),
+        ("jax", ["1@5", "clipped"], [0, 2, 3]),
+    ],
+)
+def test_slices_in_a_function_of_elastic_run(framework, arguments, left):
+    reports = sharded_run(framework, *arguments)
+    assert [report["number"] for report in reports] == left
+    assert [(report["wrong"], report["size"]) for report in reports] == [({}, len(left))] * len(left)
+    assert len({report["weights"] for report in reports}) == 1
+    assert sum(report["held"] for report in reports) == pytest.approx(2, abs=0.01)  # each slice, and its copy
+
+
+def test_a_commit_of_elastic_run_has_the_state_of_one_process(tmp_path):
+    commits = ("--commit-dir", tmp_path, "--reset-limit", 1)
+    reports = sharded_run("torch", "1@7,2@7", flags=commits)
+    assert [(report["wrong"], report["size"]) for report in reports] == [({}, 4)] * 4
+
+
+def sharded_run(framework, *arguments, flags=()):
+    if framework not in FRAMEWORKS:
+        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+    flags = flags or (() if "replaced" in arguments else ("--reset-limit", 0))
+    script = (sys.executable, HERE / "sharded_run_script.py", *arguments)
+    ended = run("-np", 4, "--min-np", 1, *flags, *script, env={"KERAS_BACKEND": framework}, warm=True)
+    assert ended.code == 0, ended.err
+    return sorted((json.loads(each) for each in re.findall(r"{.*}", ended.out)), key=lambda each: each["number"])

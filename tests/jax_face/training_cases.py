@@ -291,6 +291,38 @@ def case_objects() -> None:
     hvd.barrier()
 
 
+def train_nnx(model: Any, tx: Any, data: Sequence[Batch]) -> Any:
+    from flax import nnx
+
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+        gradients = nnx.grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
+        optimizer.update(model, gradients, examples=len(x))
+
+    for x, y in data:
+        step(model, optimizer, x, y)
+    return nnx.state(model, nnx.Param)
+
+
+def train_equinox(model: Any, tx: Any, data: Sequence[Batch], **examples: Any) -> Any:
+    import equinox as eqx
+
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model: Any, state: Any, x: Any, y: Any) -> Any:
+        gradients = eqx.filter_grad(lambda model: jnp.mean((jax.vmap(model)(x) - y) ** 2))(model)
+        given = {name: value(x) for name, value in examples.items()}
+        updates, state = tx.update(gradients, state, model, **given)
+        return eqx.apply_updates(model, updates), state
+
+    for x, y in data:
+        model, state = step(model, state, x, y)
+    return eqx.filter(model, eqx.is_array)
+
+
 def case_flax_nnx() -> None:
     nnx = pytest.importorskip("flax.nnx")
     data = batches(5, 3, 4)
@@ -305,23 +337,11 @@ def case_flax_nnx() -> None:
         def __call__(self, x: Any) -> Any:
             return self.output(self.dropout(self.norm(nnx.tanh(self.hidden(x)))))
 
-    def train(model: Any, tx: Any, data: Sequence[Batch]) -> Any:
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model: Any, optimizer: Any, x: Any, y: Any) -> None:
-            gradients = nnx.grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
-            optimizer.update(model, gradients, examples=len(x))
-
-        for x, y in data:
-            step(model, optimizer, x, y)
-        return nnx.state(model, nnx.Param)
-
     model = Model(nnx.Rngs(hvd.rank()))
     nnx.update(model, hvd.broadcast_parameters(nnx.state(model), root_rank=1))
-    ours = train(model, hvd.distributed(clipped_adam()), [own_rows(batch) for batch in data])
+    ours = train_nnx(model, hvd.distributed(clipped_adam()), [own_rows(batch) for batch in data])
     plain = optax.with_extra_args_support(clipped_adam())
-    assert_same(ours, train(Model(nnx.Rngs(1)), plain, data))
+    assert_same(ours, train_nnx(Model(nnx.Rngs(1)), plain, data))
     assert_same(nnx.state(hvd.broadcast_parameters(model), nnx.Param), ours)
 
 
@@ -332,24 +352,10 @@ def case_equinox() -> None:
     def make(seed: int) -> Any:
         return eqx.nn.MLP(FEATURES, 1, 8, 2, activation=jnp.tanh, key=jax.random.key(seed))
 
-    def train(model: Any, tx: Any, data: Sequence[Batch], **examples: Any) -> Any:
-        state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-
-        @eqx.filter_jit
-        def step(model: Any, state: Any, x: Any, y: Any) -> Any:
-            gradients = eqx.filter_grad(lambda model: jnp.mean((jax.vmap(model)(x) - y) ** 2))(model)
-            given = {name: value(x) for name, value in examples.items()}
-            updates, state = tx.update(gradients, state, model, **given)
-            return eqx.apply_updates(model, updates), state
-
-        for x, y in data:
-            model, state = step(model, state, x, y)
-        return eqx.filter(model, eqx.is_array)
-
     model = hvd.broadcast_parameters(make(hvd.rank()), root_rank=1)
     assert model.activation is not None
-    ours = train(model, hvd.distributed(optax.adam(0.05)), [own_rows(batch) for batch in data], examples=len)
-    assert_same(ours, train(make(1), optax.adam(0.05), data))
+    ours = train_equinox(model, hvd.distributed(optax.adam(0.05)), [own_rows(batch) for batch in data], examples=len)
+    assert_same(ours, train_equinox(make(1), optax.adam(0.05), data))
 
 
 def case_documented_programs() -> None:

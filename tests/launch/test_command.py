@@ -74,6 +74,12 @@ def test_open_mpi_5_on_remote_hosts():
     )
 
 
+@pytest.mark.parametrize(("seconds", "questions"), [("2", "3"), ("29.6", "30")])
+def test_mpiruns_daemons_wait_for_a_silent_host_as_long_as_ranks_do(seconds, questions):
+    argv = argv_of(replace(REMOTE, environment={"CHOROS_UNREACHABLE_SECONDS": seconds}))
+    assert argv[argv.index("oob_tcp_keepalive_probes") + 1] == questions
+
+
 def test_open_mpi_4_on_remote_hosts():
     assert argv_of(REMOTE, OPEN_MPI_4, ENVIRON) == (
         *("/bin/mpirun", "--bind-to", "none", "--map-by", "slot", "--oversubscribe"),

@@ -215,6 +215,27 @@ def case_sum() -> None:
     assert_same(model, trained_by_torch())
 
 
+class Doubled(torch.optim.SGD):
+    """A user's subclass whose step calls that of its base class, for which torch calls hooks, too."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(2)
+        return super().step(closure)
+
+
+@with_and_without_overlap
+def case_a_step_that_calls_the_one_of_its_base_class_reduces_once() -> None:
+    model = build()
+    optimizer = hvd.DistributedOptimizer(Doubled(model.parameters(), lr=0.05, momentum=0.9), op=hvd.Sum)
+    for batch in parts():
+        optimizer.zero_grad()
+        (loss_of(model, batch) / 2).backward()
+        optimizer.step()
+    assert_same(model, trained_by_torch(functools.partial(Doubled, lr=0.05, momentum=0.9)))
+
+
 @with_and_without_overlap
 def case_compression() -> None:
     communicator = hvd.global_process_set.communicator

@@ -20,23 +20,25 @@ LIBRARIES = {"tensorflow": "TensorFlow", "torch": "PyTorch", "jax": "JAX"}
 
 @dataclass(frozen=True)
 class Part:
-    """The cells of one framework, on this many ranks."""
+    """The cells of one framework, on this many ranks; with the optimizer's state in slices a selection of them."""
 
     framework: str
     ranks: int
+    in_slices: bool = False
 
     @property
     def cells(self) -> tuple[Cell, ...]:
         """In the order in which models are used again."""
-        return tuple(cell for cell in CELLS if cell.framework == self.framework)
+        cells = tuple(cell for cell in CELLS if cell.framework == self.framework)
+        return tuple(covering(cells)) if self.in_slices else cells
 
     @property
     def file(self) -> Path:
         """Has a line for each cell that has been compared."""
-        return DOCS / "transparency" / f"{self.framework}-{self.ranks}.csv"
+        return DOCS / "transparency" / f"{self.framework}-{self.ranks}{'-slices' if self.in_slices else ''}.csv"
 
 
-PARTS = tuple(itertools.starmap(Part, itertools.product(LIBRARIES, (2, 3))))
+PARTS = tuple(itertools.starmap(Part, itertools.product(LIBRARIES, (2, 3), (False, True))))
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,13 @@ class Results:
 def page(results: Mapping[Part, Results]) -> str:
     """Returns the page, in Markdown."""
     numbers = sorted({part.ranks for part in results})
+    ways = list(itertools.product(numbers, ("", ", in slices"), Difference._fields))
     sections = [
-        INTRODUCTION.format(number=sum(len(each.differences) for each in results.values())),
-        *_table(
-            ["", *(f"{ranks} ranks, {name}" for ranks in numbers for name in Difference._fields)], _largest(results)
+        INTRODUCTION.format(
+            number=sum(len(each.differences) for part, each in results.items() if not part.in_slices),
+            in_slices=sum(len(each.differences) for part, each in results.items() if part.in_slices),
         ),
+        *_table(["", *(f"{ranks} ranks, {name}{state}" for ranks, state, name in ways)], _largest(results)),
         *itertools.chain.from_iterable(_section(results, ranks) for ranks in numbers),
         "\n## What is compared\n",
         *(f"- *{name}*: {text}" for name, text in MEANING.items()),
@@ -149,7 +153,8 @@ INTRODUCTION = f"""\
 How far training on several ranks is from one process of plain Keras. A number is the largest absolute difference of a
 weight's values, or of the values of the history (losses and metrics of all epochs, or of the steps of a loop), divided
 by the largest absolute value of that weight, or of the history. The bound is {_short([BOUND])}, in each of {{number}}
-combinations.
+combinations; and in {{in_slices}} with the optimizer's state [in slices](shard-state.md), in which every two values
+occur together.
 
 `make matrix` compares them and writes this page; the test suite compares a selection of those on PyTorch, in which
 every two values occur together.

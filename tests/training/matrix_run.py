@@ -45,7 +45,8 @@ def compare_part(part: Part, seconds: float) -> None:
 
 def settings_of(part: Part) -> dict[str, str]:
     """Steps as small as these are compiled for longer than they run."""
-    return {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if part.framework == "jax" else {}
+    jax = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if part.framework == "jax" else {}
+    return jax | ({"CHOROS_SHARD_STATE": "1"} if part.in_slices else {})
 
 
 def versions_of(part: Part) -> str:

@@ -11,6 +11,7 @@
            figures ─► report, plot
 
     cli ─► startup                           processes that live for one trial
+    cli ─► memory ─► resident                ranks that train once, and the peak of their memory
 
-No other package imports this one.
+Only ``forecast`` and ``memory``, which print such tables too, import this one.
 """

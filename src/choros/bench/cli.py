@@ -10,6 +10,7 @@ import click
 
 from choros import durations
 from choros.bench import allreduce as sums
+from choros.bench import memory as needs
 from choros.bench import overhead as costs
 from choros.bench import startup
 from choros.bench import train as training
@@ -17,9 +18,9 @@ from choros.bench.cases import BATCHES, parse_ranks, parse_sizes
 from choros.bench.contender import CHOROS, check_names, chosen
 from choros.bench.figures import format_ranks
 from choros.bench.plot import plot_rows, plot_sizes
-from choros.bench.report import rows_of
+from choros.bench.report import check_writable, rows_of, show, write_json
 from choros.bench.run import Effort
-from choros.bench.session import ENOUGH_ROUNDS, BenchSession
+from choros.bench.session import ENOUGH_ROUNDS, BenchSession, Progress, machine, machine_text
 
 _SIZES = ("4KiB", "256KiB", "4MiB", "16MiB", "64MiB")
 _SIZES_HELP = "Sizes of the array. 1MiB..256MiB: all sizes between these two, in steps of a factor of four."
@@ -35,6 +36,19 @@ Exit codes:
   2         invalid arguments
   130, 143  ended by Ctrl-C, by SIGTERM; all started processes are ended, too
 """
+_MEMORY_EPILOG = """\
+\b
+A rank's memory is what is resident at most (VmHWM), with memory that it shares with the others. The bound for the
+ratio on 2 ranks with Adam is 0.80, of the memory of training: without what the process needs in any case.
+\b
+Exit codes:
+  0         everything was measured
+  1         a job failed
+  2         invalid arguments
+  130, 143  ended by Ctrl-C, by SIGTERM; all started processes are ended, too
+"""
+_JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+                     help="Also write all figures, with a description of the machine, to this file.")  # fmt: skip
 
 
 def _with_common(seconds: float | None) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -49,8 +63,7 @@ def _with_common(seconds: float | None) -> Callable[[Callable[..., int]], Callab
                      "once."),
         click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png",
                      help="Also plot the figures to this file."),
-        click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-                     help="Also write all figures, with a description of the machine, to this file."),
+        _JSON,
     )  # fmt: skip
 
     def decorate(function: Callable[..., int]) -> Callable[..., int]:
@@ -208,6 +221,42 @@ def start(ranks: int, session: BenchSession) -> int:
         session.rows += startup.rows(session.run_starts(wanted, ranks), ranks)
     title, sections = f"start to end, {format_ranks(ranks)}", startup.sections(session.rows)
     return session.report([startup.table(title, sections)], lambda path: plot_rows(sections, path, title))
+
+
+@bench.command(epilog=_MEMORY_EPILOG)
+@_FRAMEWORK
+@click.option(
+    "--parameters",
+    type=click.IntRange(min=needs.LAYERS),
+    default=100_000_000,
+    show_default=True,
+    metavar="N",
+    help=f"Parameters of the model, in {needs.LAYERS} equal layers.",
+)
+@_RANKS
+@_JSON
+def memory(framework: str, parameters: int, ranks: int, json_file: Path | None) -> int:
+    """Measures the memory of a rank that trains with Adam, without and with DistributedOptimizer's shard_state.
+
+    \b
+    Examples:
+      choros bench memory
+      choros bench memory --framework torch --parameters 20000000 --json memory.json
+    """
+    check_writable("--json", json_file)
+    wanted = training.frameworks(framework, _installed())
+    with Progress() as progress:
+        rows, failed = needs.measure_all(wanted, ranks, parameters, progress.show)
+    if rows:
+        show(needs.table(rows))
+        click.echo()
+    for each in failed:
+        click.echo(f"failed: {each}")
+    described = machine()
+    click.echo(f"machine: {machine_text(described)}")
+    if json_file is not None:
+        write_json(json_file, described, rows)
+    return 1 if failed else 0
 
 
 def _installed() -> list[str]:

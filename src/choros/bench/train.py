@@ -31,6 +31,7 @@ CONTENDERS = {
     "tensorflow": of(
         "tensorflow",
         Contender(CHOROS, chorosrun, process("keras_fit", "choros")),
+        Contender("choros, shard_state", chorosrun, process("keras_fit", "choros", "shard_state")),
         Contender("choros, by a tape", chorosrun, process("tensorflow_loops", "tape")),
         Contender("MirroredStrategy", logical_cpus, process("keras_fit", "mirrored"), single=True),
         Contender("MultiWorkerMirroredStrategy", tf_cluster, process("tensorflow_loops", "multi_worker")),
@@ -39,6 +40,7 @@ CONTENDERS = {
         "torch",
         Contender(CHOROS, chorosrun, process("torch_loops", "hooked", "choros.torch")),
         Contender("choros, by Keras", chorosrun, process("keras_fit", "choros")),
+        Contender("choros, by Keras, shard_state", chorosrun, process("keras_fit", "choros", "shard_state")),
         Contender("torch DDP", torchrun, process("torch_loops", "ddp")),
         Contender("torch DDP prepared", prepared_torch, process("torch_loops", "ddp")),
         Contender("Horovod", horovodrun, process("torch_loops", "hooked", "horovod.torch"), needs=["horovod"]),
@@ -46,6 +48,7 @@ CONTENDERS = {
     "jax": of(
         "jax",
         Contender(CHOROS, chorosrun, process("keras_fit", "choros")),
+        Contender("choros, shard_state", chorosrun, process("keras_fit", "choros", "shard_state")),
         Contender("choros, by a loop", chorosrun, process("jax_loops", "choros"), needs=["optax"]),
         Contender("jax.jit on a mesh", jax_cluster, process("jax_loops", "mesh"), needs=["optax"]),
         Contender("keras.distribution (processes)", jax_cluster, process("keras_fit", "distribution")),

@@ -259,6 +259,7 @@ class Communicator(Members):
         if "devices" in self.__dict__ and self.devices is not None:
             self.devices.close()
         self._queue.close()
+        self.kept.clear()
         self._close()
 
     @final

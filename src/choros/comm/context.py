@@ -158,7 +158,7 @@ def _on_change(change: Change) -> None:
     if job.topology.rank == 0:
         _log.warning("%s.", change)
     events.identify(job.topology.rank)
-    for listener in _change_listeners:
+    for listener in [*_change_listeners]:
         listener(change)
 
 

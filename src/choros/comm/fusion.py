@@ -216,17 +216,14 @@ class FusedExchange:
                 message.fill(0)
             elif before != 1.0 and buffer.wire.itemsize < buffer.dtype.itemsize:
                 # Before the cast: values that overflow the narrower dtype may fit after scaling.
-                start = 0
-                for part in chunk.parts(flats):
-                    _scale_into(message[start : start + part.size], part, before)
-                    start += part.size
+                concatenate_scaled(chunk.parts(flats), message, before)
             else:
                 pack(chunk, flats, message)
                 if before != 1.0:
                     np.multiply(message, message.dtype.type(before), out=message)
 
         def write(message: Array, target: Array) -> None:
-            _scale_into(target, message, after)
+            scale_into(target, message, after)
 
         reduce_chunks(self._communicator, buffer, Reduction.SUM, fill, results, write)
 
@@ -236,7 +233,15 @@ def within(flat: Array, chunk: Chunk) -> list[Array]:
     return [flat[chunk.start : chunk.stop]]
 
 
-def _scale_into(target: Array, source: Array, scale: float) -> None:
+def concatenate_scaled(parts: Sequence[Array], out: Array, scale: float) -> None:
+    """Writes flat ``parts`` times ``scale`` to ``out``, one after the other."""
+    start = 0
+    for part in parts:
+        scale_into(out[start : start + part.size], part, scale)
+        start += part.size
+
+
+def scale_into(target: Array, source: Array, scale: float) -> None:
     """Computes ``target = source * scale`` in the wider of the two dtypes."""
     if scale == 1.0:
         if target is not source:

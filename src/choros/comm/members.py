@@ -2,6 +2,8 @@
 
 import json
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,7 +15,16 @@ from numpy.typing import NDArray
 from choros.comm.membership import Change
 from choros.comm.primitives import Array, Primitives
 from choros.comm.reduction import Reduction
-from choros.comm.request import JOINED, SHUTDOWN, CollectiveSpec, Request, caller, digest_of, mismatch_text
+from choros.comm.request import (
+    JOINED,
+    SHUTDOWN,
+    CollectiveSpec,
+    Request,
+    caller,
+    digest_of,
+    is_served,
+    mismatch_text,
+)
 from choros.comm.waiting import Reporter, Schedule
 from choros.comm.work import Gathered, WorkQueue
 from choros.errors import ChorosError, EngineError, MismatchError, PeerLostError
@@ -31,6 +42,7 @@ LEAVES = 4
 #: What a rank that has joined knows of the others' request: nothing, nothing but how to learn it, or all.
 UNKNOWN, LEARNS, KNOWN = range(3)
 
+_ADMISSION = Request("admission")
 #: When ranks that have asked for different collectives tell each other again what they wait for.
 _ROUNDS = Schedule(longest_sleep=10e-3)
 
@@ -45,6 +57,10 @@ class Offer(NamedTuple):
 
 class MemberLost(PeerLostError):
     """An elastic engine's primitive has failed, because a member was lost; ``Members.atomic`` handles it."""
+
+
+class _LostWhileServed(MemberLost):
+    """So did another rank's request, which all members have settled."""
 
 
 class Members(Primitives):
@@ -62,6 +78,11 @@ class Members(Primitives):
         self._queue = WorkQueue()
         self._section = self._queue.section
         self._when_settled: list[Callable[[], None]] = []
+        #: Whether others serve the present unit, wherever they are: what is noticed then is noticed with the next one.
+        self._is_served = False
+        self._served: dict[int, weakref.WeakMethod[Callable[[int], object]]] = {}
+        #: What this rank serves of late, also if its script has no reference to it any more; until it leaves the job.
+        self.kept: deque[object] = deque(maxlen=4)
         #: Why this rank cannot communicate any more.
         self._over = ""
         #: The error of this rank that the others know.
@@ -109,6 +130,7 @@ class Members(Primitives):
         anything, and cannot be decoded. It is raised if no rank is missing and it is not the ``first`` attempt.
         """
         error: Exception | None = None
+        noticed, self._is_served = self.noticed, False
         try:
             result = collective()
         except Exception as raised:  # noqa: BLE001
@@ -119,9 +141,12 @@ class Members(Primitives):
             or (isinstance(error, ChorosError) and not isinstance(error, MemberLost))
         )
         self._problem = None
-        settled = self._settle(completed=is_shared)
+        settled = not isinstance(error, _LostWhileServed) and self._settle(completed=is_shared)
+        if self._is_served:
+            self.noticed = noticed
         actions, self._when_settled = self._when_settled, []
         if settled:
+            self._section.in_unit = False  # an action may be an update, with collectives that are settled themselves
             for action in actions:
                 action()
             if error is not None:
@@ -162,6 +187,7 @@ class Members(Primitives):
     @final
     def admit(self) -> bool:
         """Makes the process that waits the last member, unless it was lost; all call it, between two collectives."""
+        self.atomic(lambda: self.agree(_ADMISSION))  # a rank that saves alone is served before
         with self._queue.exclusive():
             before, self.noticed = self.launched, 0
             if not self._admit():
@@ -193,11 +219,12 @@ class Members(Primitives):
         if problem is not None:
             request = Request(request.collective, f"refused: {problem}", request.name)
         digests, values = self.gather(request, value)
-        self._problem = problem
-        if digests.count(request.digest) == self.size:
+        self._problem, self._is_served = problem, self._is_served or request.served
+        if digests.count(request.digest) == self.size or request.served:
             if problem is not None:
                 raise problem
-            self.not_joined = ()
+            if not request.served:  # which also ranks that have joined serve
+                self.not_joined = ()
         elif self.explain_to_joined(request, digests) is None:
             mismatch = self.mismatch(request, digests)
             raise problem or mismatch
@@ -214,7 +241,13 @@ class Members(Primitives):
         sent = self.bytes_sent
         note_match = self._observe(request) if events.Kind.COLLECTIVE_BEGUN in events.heard else None
         try:
-            gathered = self._queue.take_turn(name, request, header, self._control_message, self._make_plan)
+            while True:
+                has_turn = self._section.has_turn
+                gathered = self._queue.take_turn(name, request, header, self._control_message, self._make_plan)
+                is_same = not request.served and gathered[0].count(request.digest) == self.size
+                if is_same or not any(map(is_served, gathered[0])) or self._is_answered(request, value, gathered):
+                    break
+                self._section.has_turn = has_turn
         except ChorosError:
             raise
         except BaseException:
@@ -227,6 +260,45 @@ class Members(Primitives):
         self.collectives += 1
         page.begin_collective(request.label, self.size, hidden=self._queue.in_background)
         return gathered
+
+    @final
+    def serve(self, request: Request, part: Callable[[int], object]) -> None:
+        """Lets other ranks make a ``served`` request alone. Whenever this one asks for anything else, or ends, it first
+        does its ``part``, given their value; until the object is gone of which that is a method::
+
+            rank 0                      rank 1
+            agree(state, value=3)       agree(gradients)         one asks for what the others serve
+            knows it                    knows it                 another control message
+            its part of state 3         its part of state 3      data moves
+            settle                      settle                   in elastic jobs
+            agree(gradients)            agree(gradients)         asked again
+        """
+        self._served[request.digest] = weakref.WeakMethod(part, lambda _: self._served.pop(request.digest, None))
+
+    def _is_answered(self, request: Request, value: int, gathered: Gathered) -> bool:
+        """Serves the first rank that asks for what the others serve; returns whether that is this request."""
+        digests, values = gathered
+        first = next(rank for rank, digest in enumerate(digests) if is_served(digest))
+        wanted = digests[first], values[first]
+        own = wanted == (request.digest, value)
+        if all(each == wanted for each in zip(digests, values, strict=True)):
+            return True
+        served = self._served.get(wanted[0])
+        part = None if served is None else served()
+        known, _ = self._control_message(request, np.array((part is not None, 0), np.int64))
+        if own and not all(known):
+            lacking = [rank for rank, each in zip(self.ranks, known, strict=True) if not each]
+            raise MismatchError(
+                f"{request}: rank {lacking[0]} has no such state: it has not built this optimizer, or another one."
+            )
+        if not own:
+            if all(known) and part is not None:
+                part(wanted[1])
+            noticed = self.noticed
+            if self.elastic and not self._settle(completed=True):
+                raise _LostWhileServed(f"{self._asked}: a rank was lost while another one's request was served.")
+            self.noticed = noticed
+        return own
 
     def _done(self, collective: str, sent: int) -> None:
         """Notes the end of a collective, before which this rank had sent so many bytes."""
@@ -370,6 +442,13 @@ class Members(Primitives):
         """Concatenates the ranks' bytes; unchecked."""
         self.bytes_sent += send.nbytes
         return self._allgather(send, counts)
+
+    @final
+    def gather_in_place(self, flat: Array, counts: Sequence[int]) -> None:
+        """Gives all ranks the items of ``flat`` that each has: the first ``counts[0]`` rank 0, and so on; unchecked."""
+        width = flat.itemsize
+        self.bytes_sent += counts[self.rank] * width
+        self._allgather_into(flat.view(np.uint8), [count * width for count in counts])
 
     @final
     def alltoallv_bytes(

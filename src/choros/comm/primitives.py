@@ -116,6 +116,11 @@ class Primitives(ABC):
     def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
         """Concatenates the ranks' bytes, ``counts[i]`` from rank ``i``."""
 
+    def _allgather_into(self, buffer: NDArray[np.uint8], counts: Sequence[int]) -> None:
+        """``_allgather`` of a ``buffer`` that has this rank's bytes at their place."""
+        start = sum(counts[: self.rank])
+        buffer[...] = self._allgather(buffer[start : start + counts[self.rank]], counts)
+
     @abstractmethod
     def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
         """Overwrites ``buffer`` with the root's."""

@@ -28,6 +28,9 @@ from choros.observe import events
 
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _calls = threading.local()
+#: The first bits of the digest of a request that other ranks serve.
+_SERVED = 0x5E12ED << 39
+_OTHER_BITS = (1 << 39) - 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class CollectiveSpec:
 @dataclass(frozen=True)
 class Request:
     """One rank's part in a collective: all that must be the same on every rank. Ranks that have joined take part by
-    ``spec``, or learn what to do from the message that ``explain`` returns; with neither, they cannot.
+    ``spec``, or learn what to do from the message that ``explain`` returns; with neither, they cannot. A ``served`` one
+    may be made by some ranks only: ``Members.serve``.
     """
 
     collective: str
@@ -70,11 +74,13 @@ class Request:
     name: str = ""
     spec: CollectiveSpec | None = field(default=None, compare=False)
     explain: Callable[[], bytes] | None = field(default=None, compare=False)
+    served: bool = False
 
     @cached_property
     def digest(self) -> int:
         """63 bits that identify this request."""
-        return digest_of("\0".join((self.collective, self.arguments, self.name)).encode())
+        digest = digest_of("\0".join((self.collective, self.arguments, self.name)).encode())
+        return (digest & _OTHER_BITS) | _SERVED if self.served else digest
 
     @cached_property
     def label(self) -> bytes:
@@ -84,6 +90,11 @@ class Request:
     def __str__(self) -> str:
         name = [f"name={self.name!r}"] if self.name else []
         return f"{self.collective}({', '.join([*name, *([self.arguments] if self.arguments else [])])})"
+
+
+def is_served(digest: int) -> bool:
+    """Whether ``digest`` is that of a request that other ranks serve."""
+    return digest & ~_OTHER_BITS == _SERVED
 
 
 def digest_of(message: bytes) -> int:

@@ -13,6 +13,7 @@ from choros.comm.fusion import (
     Chunk,
     FusionBuffer,
     Layout,
+    Span,
     aligned_empty,
     batches,
     pack,
@@ -124,47 +125,72 @@ def reduce_and_scatter(members: Members, arrays: list[Array], op: Reduction) -> 
 
 
 def _scatter_together(members: Members, arrays: list[Array], op: Reduction) -> list[Array]:
-    """Reduces arrays of one dtype in as few messages as hold them. A message has items for each rank::
-
-    shares     rank 0: a a a│b b          rank 1: a a│b          the rows of each array, by ``shard_range``
-    messages   a a ┊ a a      a b ┊ b      b ┊                   the next items of each share
-    """
+    """Reduces arrays of one dtype, of which each rank gets the rows of ``shard_range``."""
     dtype, size, working = arrays[0].dtype, members.size, working_dtype(arrays[0].dtype)
     shares = [[array[slice(*shard_range(len(array), rank, size))] for array in arrays] for rank in range(size)]
-    slots = [[*slots_of(enumerate(rows.size for rows in share))] for share in shares]
-    flats = [[_flat(rows) for rows in share] for share in shares]
     results = [np.empty(rows.shape, dtype) for rows in shares[members.rank]]
-    targets = [_flat(result) for result in results]
 
     def write(reduced: Array, target: Array) -> None:
         from_working(reduced, target, op, size)
 
-    most = max(1, members.chunk_bytes // working.itemsize // size)
-    for start in range(0, max(spans[-1].stop for spans in slots), most):
-        chunks = [Chunk.of(spans, *(min(end, spans[-1].stop) for end in (start, start + most))) for spans in slots]
-        parts = [chunk.parts(flat) for chunk, flat in zip(chunks, flats, strict=True)]
-        _scatter_message(members, parts, working, working_op(dtype, op), chunks[members.rank].parts(targets), write)
+    flats = [[_flat(rows) for rows in share] for share in shares]
+    scatter_shares(members, flats, working, working_op(dtype, op), [_flat(result) for result in results], write)
     return results
+
+
+def scatter_shares(
+    members: Members,
+    shares: Sequence[Sequence[Array]],
+    wire: np.dtype[Any],
+    op: Reduction,
+    targets: Sequence[Array],
+    write: Callable[[Array, Array], None],
+    fill: Callable[[Sequence[Array], Array], None] | None = None,
+) -> None:
+    """Reduces flat arrays of one dtype: those of ``shares[rank]`` for each rank, in as few messages as hold them.
+    ``fill`` concatenates parts as they are sent, and ``write`` converts this rank's sums to ``targets``. A message has
+    items for each rank::
+
+        shares     rank 0: a a a│b b          rank 1: a a│b
+        messages   a a ┊ a a      a b ┊ b      b ┊                   the next items of each share
+    """
+    slots = [[*slots_of(enumerate(part.size for part in share))] for share in shares]
+    most = max(1, members.chunk_bytes // wire.itemsize // members.size)
+    for start in range(0, max(spans[-1].stop if spans else 0 for spans in slots), most):
+        chunks = [_next_items(spans, start, most) for spans in slots]
+        parts = [chunk.parts(share) for chunk, share in zip(chunks, shares, strict=True)]
+        _scatter_message(members, parts, wire, op, chunks[members.rank].parts(targets), write, fill)
+
+
+def _next_items(spans: Sequence[Span], start: int, most: int) -> Chunk:
+    last = spans[-1].stop if spans else 0
+    return Chunk.of(spans, min(last, start), min(last, start + most))
 
 
 def _scatter_message(
     members: Members,
     parts: Sequence[list[Array]],
-    working: np.dtype[Any],
+    wire: np.dtype[Any],
     op: Reduction,
     targets: list[Array],
     write: Callable[[Array, Array], None],
+    fill: Callable[[Sequence[Array], Array], None] | None,
 ) -> None:
     """Reduces ``parts`` for each rank, and converts this rank's to ``targets``."""
     rank, counts = members.rank, [sum(part.size for part in share) for share in parts]
-    message = members.message(sum(counts) * working.itemsize).view(working)
+    message = members.message(sum(counts) * wire.itemsize).view(wire)
     before = sum(counts[:rank])
-    _concatenate([*itertools.chain(*parts[:rank])], message[:before])
-    _concatenate([*itertools.chain(*parts[rank + 1 :])], message[before + counts[rank] :])
+    concatenate = fill or _concatenate
+    concatenate([*itertools.chain(*parts[:rank])], message[:before])
+    concatenate([*itertools.chain(*parts[rank + 1 :])], message[before + counts[rank] :])
     members.bytes_sent += message.nbytes
     # Of one array neither this rank's items nor their sum are copied, unless they are cast.
-    whole = len(targets) == 1 and targets[0].dtype == working
-    own = parts[rank][0] if whole else _concatenate(parts[rank], np.empty(counts[rank], working))
+    whole = len(targets) == 1 and targets[0].dtype == wire
+    if whole and fill is None:
+        own = parts[rank][0]
+    else:
+        own = np.empty(counts[rank], wire)
+        concatenate(parts[rank], own)
     reduced = targets[0] if whole else own
     members._reducescatter_into(reduced, own, message, counts, op)
     start = 0
@@ -173,10 +199,28 @@ def _scatter_message(
         start += target.size
 
 
-def _concatenate(parts: Sequence[Array], out: Array) -> Array:
+def gather_shares(members: Members, own: Sequence[Array], outs: Sequence[Sequence[Array]]) -> None:
+    """Gathers flat arrays of one dtype, ``own`` of this rank, into ``outs[rank]``: of the same sizes on all ranks,
+    in messages as those of ``scatter_shares``. This rank's own ``outs`` may be the memory of ``own``.
+    """
+    slots = [[*slots_of(enumerate(part.size for part in share))] for share in outs]
+    dtype = next((part.dtype for share in outs for part in share), np.dtype(np.uint8))
+    most = max(1, members.chunk_bytes // dtype.itemsize // members.size)
+    for start in range(0, max(spans[-1].stop if spans else 0 for spans in slots), most):
+        chunks = [_next_items(spans, start, most) for spans in slots]
+        parts = chunks[members.rank].parts(own)
+        message = parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, dtype)])
+        counts = [(chunk.stop - chunk.start) * dtype.itemsize for chunk in chunks]
+        received, begin = members.gather_bytes(_bytes(message), counts).view(dtype), 0
+        for chunk, share in zip(chunks, outs, strict=True):
+            for target in chunk.parts(share):
+                target[...] = received[begin : begin + target.size]
+                begin += target.size
+
+
+def _concatenate(parts: Sequence[Array], out: Array) -> None:
     if parts:
         np.concatenate(parts, out=out, casting="unsafe")
-    return out
 
 
 def row_counts(

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros import durations
-from choros.comm.request import JOINED, SHUTDOWN, Request, called_at, caller
+from choros.comm.request import JOINED, SHUTDOWN, Request, called_at, caller, is_served
 from choros.errors import ConfigError
 from choros.observe.progress import page
 
@@ -453,8 +453,10 @@ class WorkQueue:
 
 
 def _is_settled(digests: list[int]) -> bool:
-    """Whether different requests settle a turn: a rank ends, or all that have not joined make the same."""
-    return SHUTDOWN.digest in digests or (JOINED.digest in digests and len({*digests}) == 2)
+    """Whether different requests settle a turn: a rank ends or is to be served, or all not joined make the same."""
+    if SHUTDOWN.digest in digests or any(map(is_served, digests)):
+        return True
+    return JOINED.digest in digests and len({*digests}) == 2
 
 
 def _is_foreign(thread: threading.Thread) -> bool:

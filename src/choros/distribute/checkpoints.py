@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
 from choros.durable import Numbered
@@ -59,9 +60,13 @@ class KerasCheckpoint:
 
     def save(self, path: str) -> None:
         """Writes the file ``path``."""
+        from choros.training.sliced_optimizer import whole_values
+
         arrays: dict[str, Any] = {}
-        for name, variable in self._variables().items():
-            arrays[name] = adapter_of(variable.value).to_host(variable.value)
+        for index, weight in enumerate(self._model.weights):
+            arrays[f"weight {index}"] = adapter_of(weight.value).to_host(weight.value)
+        of_optimizer = () if self._optimizer is None else whole_values(self._optimizer)
+        arrays.update((f"optimizer {index}", value) for index, value in enumerate(of_optimizer))
         with open(path, "wb") as file:
             np.savez(file, **arrays)
 
@@ -74,14 +79,17 @@ class KerasCheckpoint:
             ConfigError: the file is of another model or optimizer.
         """
         from choros.training.distributed_optimizer import reducer_of
+        from choros.training.sliced_optimizer import assign_whole, whole_outlines
 
-        variables = self._variables()
+        optimizer, weights = self._optimizer, self._model.weights
+        outlines = [] if optimizer is None else whole_outlines(optimizer)
+        expected = {f"weight {index}": tuple(weight.shape) for index, weight in enumerate(weights)}
+        expected |= {f"optimizer {index}": each.shape for index, each in enumerate(outlines)}
         with np.load(path, allow_pickle=False) as file:
             saved = dict(file)
         reducer = reducer_of(self._optimizer)
         if reducer is not None and not reducer.has_state:
-            saved = {name: array for name, array in saved.items() if name in variables}
-        expected = {name: tuple(variable.shape) for name, variable in variables.items()}
+            saved = {name: array for name, array in saved.items() if name in expected}
         found = {name: array.shape for name, array in saved.items()}
         for name in sorted({*expected, *found}):
             if expected.get(name) != found.get(name):
@@ -89,18 +97,16 @@ class KerasCheckpoint:
                     f"{path} does not match {self._model.name!r} and its optimizer: the shape of {name} "
                     f"is {found.get(name, 'missing')} in the file, and {expected.get(name, 'missing')} here."
                 )
-        for name, variable in variables.items():
-            array = saved[name]
-            # NumPy's format has no bfloat16: such arrays are loaded as plain bytes.
-            variable.assign(array.view(np.dtype(variable.dtype)) if array.dtype.kind == "V" else array)
+        for index, weight in enumerate(weights):
+            weight.assign(_typed(saved[f"weight {index}"], weight.dtype))
+        if optimizer is not None:
+            own = [_typed(saved[f"optimizer {index}"], each.dtype) for index, each in enumerate(outlines)]
+            assign_whole(optimizer, own)
 
-    def _variables(self) -> dict[str, Any]:
-        """Returns the variables by index: Keras' generated names depend on other objects of the program."""
-        of_optimizer = [] if self._optimizer is None else self._optimizer.variables
-        return {
-            **{f"weight {index}": variable for index, variable in enumerate(self._model.weights)},
-            **{f"optimizer {index}": variable for index, variable in enumerate(of_optimizer)},
-        }
+
+def _typed(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """An array of ``dtype``: NumPy's format has no bfloat16, and such arrays are loaded as plain bytes."""
+    return array.view(np.dtype(dtype)) if array.dtype.kind == "V" else array
 
 
 @final

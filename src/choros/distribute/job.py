@@ -84,13 +84,20 @@ def join(cluster_resolver: Any = None) -> Topology:
     return job
 
 
-def replicas_of(topology: Topology, devices: Sequence[str] | None = None) -> tuple[Replicas, Training | None]:
+def replicas_of(
+    topology: Topology, devices: Sequence[str] | None = None, shard_state: bool | None = None
+) -> tuple[Replicas, Training | None]:
     """Returns this job's replicas, processes or, alone on JAX, devices, and their Keras training, if there is Keras."""
     if topology.size == 1 and framework() == "jax":
         from choros.distribute.devices.replicas import local_devices, on_devices
 
         chosen = local_devices(devices)
         if len(chosen) > 1:
+            if shard_state:
+                raise ConfigError(
+                    f"shard_state=True divides the optimizer's state among processes, and this one has all "
+                    f"{len(chosen)} devices: start a process for each, with chorosrun -np {len(chosen)}."
+                )
             return on_devices(chosen)
     if devices is not None and len(devices) != topology.size:
         raise ConfigError(
@@ -99,7 +106,7 @@ def replicas_of(topology: Topology, devices: Sequence[str] | None = None) -> tup
         )
     if topology.size == 1 and topology.launcher == Topology().launcher:
         _warn_of_one_replica()
-    return ProcessReplicas(), synchronous_training()
+    return ProcessReplicas(), synchronous_training(shard_state=shard_state)
 
 
 @functools.cache
@@ -112,13 +119,13 @@ def _warn_of_one_replica() -> None:
     )
 
 
-def synchronous_training(state_owner: int | None = None) -> Training | None:
+def synchronous_training(state_owner: int | None = None, shard_state: bool | None = None) -> Training | None:
     """Returns the synchronous training of Keras models by the job's processes; ``None`` without Keras."""
     if "keras" not in sys.modules:
         return None
     from choros.distribute.fit.synchronous import SynchronousTraining
 
-    return SynchronousTraining(ProcessReplicas(), state_owner)
+    return SynchronousTraining(ProcessReplicas(), state_owner, shard_state)
 
 
 def cluster_of(topology: Topology) -> ClusterResolver:

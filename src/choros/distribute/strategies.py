@@ -44,9 +44,12 @@ class MirroredStrategy(Strategy):
         devices: the devices to use in a process that was started alone on JAX, such as ``["gpu:0", "gpu:1"]``; ``None``
             for all. Under ``chorosrun`` each process has one device, and only the number of devices counts.
         cross_device_ops: has no effect; the engine decides how to reduce.
+        shard_state: whether each process has a slice of the optimizer's state only, and updates the weights in it: see
+            docs/shard-state.md. ``None``: as ``chorosrun --shard-state`` says.
 
     Raises:
-        ConfigError: a device does not exist, or the number of processes differs.
+        ConfigError: a device does not exist, or the number of processes differs; or ``shard_state`` is given to devices
+            of one process.
         StrategyError: the job has several hosts.
 
     Example:
@@ -58,9 +61,11 @@ class MirroredStrategy(Strategy):
         1
     """
 
-    def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:
+    def __init__(
+        self, devices: Sequence[str] | None = None, cross_device_ops: Any = None, shard_state: bool | None = None
+    ) -> None:
         topology = _join_on_one_host("MirroredStrategy is for the replicas of one host")
-        super().__init__(*replicas_of(topology, devices))
+        super().__init__(*replicas_of(topology, devices, shard_state))
 
 
 @final
@@ -74,6 +79,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         cluster_resolver: provides the workers' addresses where no launcher does; ``None`` reads ``TF_CONFIG``.
         communication_options: has no effect; the engine decides how values are sent.
+        shard_state: as for ``MirroredStrategy``.
 
     Raises:
         ConfigError: ``TF_CONFIG`` is invalid.
@@ -85,10 +91,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         1
     """
 
-    def __init__(self, cluster_resolver: Any = None, communication_options: Any = None) -> None:
+    def __init__(
+        self, cluster_resolver: Any = None, communication_options: Any = None, shard_state: bool | None = None
+    ) -> None:
         topology = join(cluster_resolver)
         resolver = cluster_of(topology) if cluster_resolver is None else cluster_resolver
-        super().__init__(*replicas_of(topology), resolver)
+        super().__init__(*replicas_of(topology, shard_state=shard_state), resolver)
 
 
 @final

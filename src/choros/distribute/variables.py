@@ -39,7 +39,7 @@ from choros.distribute.scope import doing, in_fit, in_replica, thread
 from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.identical import are_identical
-from choros.training.variables import aggregate
+from choros.training.variables import aggregate, builds_slices
 
 #: The ``on_read`` variables by their ``id``, in the order of their creation: variables compare by value.
 _read_together: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -66,6 +66,8 @@ def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 
     # A checkpoint creates its counter when it is first saved, which only one process may do.
     if thread.creating_keras_variable or in_fit() or thread.writing_files or kwargs.get("name") == "save_counter":
+        return next_creator(**kwargs)
+    if builds_slices():  # they are different on each process
         return next_creator(**kwargs)
     initial = kwargs.get("initial_value")
     if not tf.executing_eagerly() and not callable(initial):

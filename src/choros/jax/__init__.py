@@ -24,7 +24,9 @@ except ImportError as _error:
 from choros.arrays.jax_host_call import spare_xla_thread as _spare_xla_thread
 from choros.jax import collectives as _collectives
 from choros.jax import elastic
+from choros.jax.clipping import clip_by_global_norm
 from choros.jax.optimizer import distributed, join
+from choros.jax.sliced_state import own_state, whole_state
 from choros.parallel import horovod as _horovod
 from choros.parallel.horovod import *
 
@@ -33,6 +35,6 @@ from choros.jax.collectives import *  # three of them in place of those of all f
 
 _spare_xla_thread()
 
-__all__ = ["distributed", "elastic", "join"]
+__all__ = ["clip_by_global_norm", "distributed", "elastic", "join", "own_state", "whole_state"]
 __all__ += _collectives.__all__
 __all__ += [name for name in _horovod.__all__ if name not in _collectives.__all__]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
+from choros.jax.division import refuse_slices
 from choros.parallel import objects, ops
 from choros.parallel.calls import options_of
 from choros.parallel.compression import Compression, Compressor
@@ -183,7 +184,7 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet 
 
     Raises:
         MismatchError: ranks have different arrays; the text shows the first difference.
-        ConfigError: it was called inside ``jax.jit``.
+        ConfigError: it was called inside ``jax.jit``, or the state is that of ``distributed(tx, shard_state=True)``.
 
     Example:
         >>> import jax.numpy as jnp, choros.jax as hvd
@@ -192,6 +193,7 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet 
         {'activation': 'relu', 'epoch': 3, 'kernel': Array([1., 1.], dtype=float32)}
     """
     jax.effects_barrier()
+    refuse_slices(tree, "broadcast_parameters")
     leaves, structure = jax.tree.flatten(tree)
     sent = [(path, index) for index, path in enumerate(paths_of(tree)) if isinstance(leaves[index], _SENT)]
     hosts = [_to_host(leaves[index]) for _, index in sent]
@@ -210,6 +212,7 @@ def paths_of(tree: Any) -> list[str]:
 
 def _of_tree(collective: Callable[[Sequence[Any]], Sequence[Any]], tree: Any) -> Any:
     """Applies ``collective`` to leaves as arrays: a number's would run while JAX traces, not equally often on ranks."""
+    refuse_slices(tree, "a collective")
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(collective([jnp.asarray(leaf) for leaf in leaves]))
 

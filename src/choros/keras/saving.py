@@ -20,6 +20,7 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     compression: Compressor = Compression.none,
     legacy_opts: bool = False,
+    shard_state: bool | None = None,
 ) -> Any:
     """Loads a Keras model with its optimizer's state restored and the optimizer distributed already.
 
@@ -31,6 +32,7 @@ def load_model(
         custom_objects: other custom objects by the names that the model's configuration uses.
         compression: as for ``DistributedOptimizer``.
         legacy_opts: Horovod's; Keras 3 has no legacy optimizers.
+        shard_state: as for ``DistributedOptimizer``.
 
     Returns:
         The model; without a distributed optimizer if it was saved without one.
@@ -45,7 +47,7 @@ def load_model(
     model = keras.saving.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is not None:
         optimizer = _bound(model.optimizer, model, Path(filepath))
-        model.optimizer = DistributedOptimizer(optimizer, compression=compression)
+        model.optimizer = DistributedOptimizer(optimizer, compression=compression, shard_state=shard_state)
     return model
 
 

@@ -57,6 +57,8 @@ REDUCTION_ARGUMENTS = {
     "process_set": "the ranks that train together; other ranks train alone.",
     "scale_local_gradients": "whether gradients that stay on their rank are divided by the number of ranks, so that "
     "they have the scale of averaged gradients.",
+    "shard_state": "whether each rank has a slice of the optimizer's state only, and updates the weights in it: see "
+    "docs/shard-state.md. ``None``: as ``chorosrun --shard-state`` says.",
     "local_layers": "the Keras layers whose gradients stay on their rank, or one layer; they are built.",
 }
 

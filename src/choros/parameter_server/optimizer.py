@@ -25,10 +25,11 @@ from choros.parameter_server.recipes import current_rate, follows_schedule, opti
 from choros.parameter_server.scope_objects import ScopeObjects
 from choros.parameter_server.session import ServerSession
 from choros.parameter_server.slots import Slots
-from choros.training.distributed_optimizer import derive, own_class
+from choros.training.distributed_optimizer import own_class
 from choros.training.keras_internals.models import (
     apply_count,
     decays,
+    derive,
     drop_empty_gradients,
     learning_rate_of,
     no_automatic_dependency_tracking,

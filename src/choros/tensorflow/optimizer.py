@@ -45,12 +45,13 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    shard_state: bool | None = None,
 ) -> Any:
     """Makes an optimizer average gradients over all ranks.
 
     Raises:
         NotInitializedError: before ``init()``.
-        ConfigError: an argument has an invalid value.
+        ConfigError: an argument has an invalid value; ``shard_state`` is given with an optimizer of TensorFlow 1.
 
     Example:
         >>> import keras, choros.tensorflow as hvd
@@ -72,7 +73,11 @@ def DistributedOptimizer(
         "average_aggregated_gradients": average_aggregated_gradients,
     }
     if isinstance(optimizer, keras.optimizers.Optimizer):
-        return horovod_optimizer.DistributedOptimizer(optimizer, name, **given, **accumulated)
+        return horovod_optimizer.DistributedOptimizer(optimizer, name, **given, **accumulated, shard_state=shard_state)
+    if shard_state:
+        raise ConfigError(
+            "shard_state=True needs a Keras optimizer, such as keras.optimizers.Adam(): see docs/shard-state.md."
+        )
     return _of_tensorflow_1(optimizer, name, use_locking, given, accumulated)
 
 

@@ -9,13 +9,12 @@ The user's object is kept: torch's hook before every step also works if a learni
 """
 
 import itertools
-import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,143 +23,20 @@ from choros.data.data_loader import time_data_loaders
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.objects import allgather_object
-from choros.parallel.ops import grouped_allreduce
 from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes, indices_of_groups
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import BackwardExchange
+from choros.settings import current
+from choros.torch.sliced_state import slice_state, slices_of, whole_state
+from choros.torch.sliced_step import SlicedStep
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
+from choros.torch.step_hooks import ChangeHook, GradientHook, is_within_step, trained
 
 T = TypeVar("T")
 _ATTRIBUTE = "_choros_gradient_hook"
-_NOT_AGAIN = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): Horovod would "
-    "reduce the gradients again, choros does not. Write: with optimizer.skip_synchronize(): optimizer.step()."
-)
-#: The stack level of the caller of ``step``, whose hooks torch calls.
-_CALLER = 3
-_ADVICE = (
-    "Start all ranks from the same values: call broadcast_parameters(model.state_dict(), root_rank=0) and "
-    "broadcast_optimizer_state(optimizer, root_rank=0) before training."
-)
 #: The distributed optimizers of this process, for ``join``.
 _distributed: weakref.WeakSet[Any] = weakref.WeakSet()
-_created = itertools.count()
-
-
-@final
-class _GradientHook:
-    """Reduces one optimizer's gradients before its steps, if not ``skipping``; ``number``: those created before it."""
-
-    shares_state = True
-
-    def __init__(self, exchange: BackwardExchange | None) -> None:
-        self.exchange = exchange
-        self.process_set = None if exchange is None else exchange.reducer.config.process_set
-        self.skipping = False
-        self.number = next(_created)
-        self._reduced = False
-        self._warned = False
-
-    @property
-    def pending(self) -> bool:
-        """Whether a backward pass has computed gradients that are not reduced yet."""
-        return self.exchange is not None and self.exchange.pending
-
-    def reduce(self, optimizer: Any) -> None:
-        if self.exchange is None:
-            return
-        parameters = _trained(optimizer)
-        reduced = self.exchange.reduce(parameters, [parameter.grad for parameter in parameters])
-        for parameter, gradient in zip(parameters, reduced, strict=True):
-            parameter.grad = gradient
-        self._reduced = True
-
-    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Torch's pre-hook of ``step``, whose arguments it may replace: by a closure that also reduces gradients."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None and not self.skipping:
-            return (args[0], self._reducing(optimizer, closure)), {k: v for k, v in kwargs.items() if k != "closure"}
-        if not self.skipping:
-            if self.pending or not self._reduced:
-                self.reduce(optimizer)
-            elif not self._warned:
-                self._warned = True
-                warnings.warn(_NOT_AGAIN, stacklevel=_CALLER)
-        self._reduced = False
-        return None
-
-    def after_step(self, optimizer: Any) -> None:
-        """Once, ranks compare their parameters."""
-        del optimizer
-        if self.exchange is not None:
-            self.exchange.compare(_ADVICE)
-
-    def abandon_step(self) -> None:
-        self._reduced = False
-        if self.exchange is not None:
-            self.exchange.abandon()
-
-    def set_micro_batches(self, passes: int) -> None:
-        if self.exchange is not None:
-            self.exchange.micro_batches = passes
-
-    def _reducing(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def reducing() -> Any:
-            loss = closure()
-            self.reduce(optimizer)
-            self._reduced = False
-            return loss
-
-        return reducing
-
-
-@final
-class _ChangeHook:
-    """Adasum: each rank makes a step of its own, and ranks combine the changes of their parameters.
-
-    ::
-
-        parameters ──step with this rank's gradients──► change ──Adasum of all ranks'──► parameters + combined change
-    """
-
-    pending = False
-    skipping = False
-    exchange = None
-    shares_state = False
-
-    def __init__(self, compression: Compressor, process_set: ProcessSet) -> None:
-        self.process_set = process_set
-        self.number = next(_created)
-        self._compression = compression
-        self._before: list[tuple[Any, Any]] = []
-
-    def reduce(self, optimizer: Any) -> None:
-        """Nothing: gradients are those of this rank."""
-
-    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del args, kwargs
-        self._before = [(parameter, parameter.detach().clone()) for parameter in _trained(optimizer)]
-
-    @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
-    def after_step(self, optimizer: Any) -> None:
-        del optimizer
-        before, self._before = self._before, []
-        changes = grouped_allreduce(
-            [parameter.detach() - old for parameter, old in before],
-            Reduction.ADASUM,
-            name="parameter changes",
-            compression=self._compression,
-            process_set=self.process_set,
-        )
-        for (parameter, old), change in zip(before, changes, strict=True):
-            parameter.copy_(old.add_(change))
-
-    def abandon_step(self) -> None:
-        self._before = []
-
-    def set_micro_batches(self, passes: int) -> None:
-        """Nothing: autograd sums the gradients of backward passes until the step."""
 
 
 class _HorovodMethods:
@@ -174,7 +50,7 @@ class _HorovodMethods:
     def skip_synchronize(self) -> Iterator[None]:
         """Returns a context in which ``step`` uses gradients as they are, without reducing them."""
         hook = _hook_of(self)
-        if isinstance(hook, _ChangeHook):
+        if isinstance(hook, ChangeHook):
             raise ConfigError(
                 "skip_synchronize() is not possible with op=Adasum, which combines what the step has changed: clip the "
                 "gradients of this rank after backward(), and call step()."
@@ -198,12 +74,38 @@ class _HorovodMethods:
                 "zero_grad() was called between backward() and step(), before gradients were reduced: "
                 "call it after step(), or before backward()."
             )
+        if slices := slices_of(self):
+            slices.restore()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
+    def state_dict(self) -> Any:
+        """Torch's method, with the state of one process: a call of this rank suffices."""
+        with whole_state(self):
+            return super().state_dict()  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Torch's method, for the state of one process."""
+        slices = slices_of(self)
+        if slices is not None:
+            slices.restore()
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        if slices is not None:
+            slices.loaded(self)
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Torch's method."""
+        slices = slices_of(self)
+        if slices is not None:
+            slices.restore()
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if slices is not None:
+            slices.divide(self)
+
     def __reduce__(self) -> Any:
-        """Copies and pickles are plain optimizers of the original class."""
+        """Copies and pickles are plain optimizers of the original class, with the state of one process."""
         optimizer: Any = self
-        return _new, (type(self).__mro__[2],), optimizer.__getstate__()
+        with whole_state(self):
+            return _new, (type(self).__mro__[2],), optimizer.__getstate__()
 
 
 def _new(kind: type[T]) -> T:
@@ -217,14 +119,9 @@ def abandon_step(optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def _hook_of(optimizer: Any) -> _GradientHook | _ChangeHook:
-    hook: _GradientHook | _ChangeHook = getattr(optimizer, _ATTRIBUTE)
+def _hook_of(optimizer: Any) -> GradientHook | ChangeHook:
+    hook: GradientHook | ChangeHook = getattr(optimizer, _ATTRIBUTE)
     return hook
-
-
-def _trained(optimizer: Any) -> list[Any]:
-    """Returns the parameters that are not frozen now."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def DistributedOptimizer(
@@ -238,61 +135,75 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    shard_state: bool | None = None,
 ) -> Any:
     """Makes a torch optimizer average gradients over all ranks before it applies them.
 
-    All ranks have the same weight. A missing gradient on a rank counts as zeros, as in Horovod; after the reduction
-    every rank has it. The optimizer gets the methods ``synchronize()`` and ``skip_synchronize()``.
+    All ranks have the same weight. A missing gradient counts as zeros, as in Horovod, and every rank has it afterwards.
+    The optimizer gets the methods ``synchronize()`` and ``skip_synchronize()``.
 
     Args:
         optimizer: any ``torch.optim.Optimizer`` except LBFGS. It is modified in place.
         named_parameters: ``model.named_parameters()``, to check that it contains all parameters of the optimizer.
         compression: the compression of gradients, such as ``Compression.fp16``.
-        backward_passes_per_step: the number of backward passes (micro-batches) before each ``step``. Autograd sums
-            their gradients: divide the loss by this number for their average.
-        op: ``Average``, ``Sum`` or ``Adasum``: then each rank makes a step with its own gradients, and ranks combine
-            the changes of their parameters (``comm/adasum.py``); the optimizer's state is that of the rank.
+        backward_passes_per_step: how many backward passes precede a ``step``; they are summed: divide the loss by it.
+        op: ``Average``, ``Sum`` or ``Adasum``: then each rank makes a step of its own, with a state of its own, and
+            ranks combine the changes of their parameters (``comm/adasum.py``).
         gradient_predivide_factor: averages divide by this factor before the sum, and by the rest after it.
         num_groups: Horovod's older form of ``groups``.
         groups: gradients that are sent together: a number of groups, or lists of parameters.
-        sparse_as_dense: whether sparse gradients (``torch.nn.Embedding(sparse=True)``) are reduced as dense ones, and
-            sparse again after that. By default ranks gather the rows that their batches used.
+        sparse_as_dense: whether sparse gradients are reduced as dense ones. By default ranks gather the rows in them.
         process_set: the ranks that train together; other ranks train independently.
+        shard_state: whether each rank has a slice of the optimizer's state only, and updates the weights in it: see
+            docs/shard-state.md (``None``: ``chorosrun --shard-state``). After ``step``, gradients are this rank's.
 
     Returns:
         The optimizer.
 
     Raises:
         NotInitializedError: before ``init()``.
-        ConfigError: an argument is invalid, or the optimizer is already distributed.
+        ConfigError: an argument is invalid, the optimizer is already distributed, or its state cannot be divided.
 
     Example:
         >>> import torch, choros.torch as hvd
         >>> hvd.init()
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size()))
-        >>> isinstance(optimizer, torch.optim.SGD)
-        True
     """
-    _check(optimizer, backward_passes_per_step, named_parameters, process_set)
+    if shard_state is None:
+        shard_state = current().shard_state and Reduction(op) is not Reduction.ADASUM
+    _check(optimizer, backward_passes_per_step, named_parameters, process_set, op if shard_state else None)
     if Reduction(op) is Reduction.ADASUM:
         return _wrap(optimizer, _adasum_hook(compression, gradient_predivide_factor, process_set))
-    parameters = _trained(optimizer)
     config = ReduceConfig(
         op=op,
         compressor=compression,
         predivide_factor=gradient_predivide_factor,
-        groups=indices_of_groups(groups if groups is not None else num_groups, parameters, "parameter"),
+        groups=indices_of_groups(groups if groups is not None else num_groups, trained(optimizer), "parameter"),
         process_set=process_set,
     )
-    exchange = _exchange_of(parameters, config, backward_passes_per_step, gathers_rows=not sparse_as_dense)
-    return _wrap(optimizer, _GradientHook(exchange))
+    hook = _hook(optimizer, config, backward_passes_per_step, gathers_rows=not sparse_as_dense, shards=shard_state)
+    return _wrap(optimizer, hook)
+
+
+def _check_sharded(op: Reduction, process_set: ProcessSet) -> None:
+    """Raises an error if ranks cannot have slices of an optimizer's state."""
+    if Reduction(op) is Reduction.ADASUM:
+        raise ConfigError(
+            "shard_state=True and op=Adasum: each rank makes a whole step of its own with Adasum, for which it needs "
+            "all of the optimizer's state: pass only one of them."
+        )
+    if process_set.included() and process_set.communicator.elastic:
+        raise ConfigError(
+            "shard_state=True is not supported in an elastic job yet, in which the slices of a lost rank would be lost "
+            "with it: leave shard_state out, or start the job with a fixed number of ranks."
+        )
 
 
 def _adasum_hook(compression: Compressor, predivide_factor: float, process_set: ProcessSet) -> Any:
     if predivide_factor != 1.0:
         raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
-    return _ChangeHook(compression, process_set) if has_others(process_set) else _GradientHook(None)
+    return ChangeHook(compression, process_set) if has_others(process_set) else GradientHook(None)
 
 
 def _check(
@@ -300,8 +211,11 @@ def _check(
     backward_passes_per_step: int,
     named_parameters: Iterable[tuple[str, Any]] | None,
     process_set: ProcessSet,
+    sharded_op: Reduction | None,
 ) -> None:
-    """Raises an error if the optimizer cannot be distributed; keeps the names of its parameters."""
+    """Raises an error if the optimizer cannot be distributed; keeps the names of its parameters. ``sharded_op``: the
+    reduction if ranks are to have slices of its state.
+    """
     if process_set.included() is None:
         raise NotInitializedError("DistributedOptimizer()")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -317,6 +231,8 @@ def _check(
         raise ConfigError("this optimizer is already distributed: pass it to DistributedOptimizer only once.")
     if backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step} must be 1 or more.")
+    if sharded_op is not None:
+        _check_sharded(sharded_op, process_set)
     if named_parameters is None:
         groups = enumerate(group["params"] for group in optimizer.param_groups)
         named_parameters = [(f"parameter {i}.{j}", each) for i, group in groups for j, each in enumerate(group)]
@@ -326,22 +242,27 @@ def _check(
     vars(optimizer)["_parameter_names"] = {parameter: name for name, parameter in named_parameters}
 
 
-def _exchange_of(
-    parameters: Sequence[Any], config: ReduceConfig, micro_batches: int, *, gathers_rows: bool
-) -> BackwardExchange | None:
-    """Returns what reduces the gradients of ``parameters``; ``None`` if this rank trains alone."""
-    device = None
-    if config.process_set.included():
+def _hook(
+    optimizer: Any, config: ReduceConfig, micro_batches: int, *, gathers_rows: bool, shards: bool
+) -> GradientHook:
+    """Returns what reduces the optimizer's gradients; it does nothing if this rank trains alone."""
+    parameters, process_set, device = trained(optimizer), config.process_set, None
+    if process_set.included():
         devices = [parameter.device for parameter in parameters]
-        device = device_to_reduce_on(config.process_set.communicator, config.compressor, "torch", devices)
+        device = device_to_reduce_on(process_set.communicator, config.compressor, "torch", devices)
     buckets = bucket_bytes(accelerated=any(p.device.type != "cpu" for p in parameters), device=device)
-    reducer = GradientReducer(replace(config, bucket_bytes=buckets, device=device))
+    if shards:  # what is reduced during the backward pass is received whole
+        buckets = None
+    slices = slice_state(optimizer, process_set) if shards and has_others(process_set) else None
+    name, ranges = ("", None) if slices is None else (slices.name, slices.ranges_of)
+    reducer = GradientReducer(replace(config, bucket_bytes=buckets, device=device), name)
     if not reducer.active:
-        return None
+        return GradientHook(None)
     overlap = buckets is not None
-    return BackwardExchange(
-        reducer, parameters, overlap=overlap, micro_batches=micro_batches, gathers_rows=gathers_rows
+    exchange = BackwardExchange(
+        reducer, parameters, overlap=overlap, micro_batches=micro_batches, gathers_rows=gathers_rows, ranges=ranges
     )
+    return GradientHook(exchange, None if slices is None else SlicedStep(slices, exchange))
 
 
 def join(device: int = -1) -> int:
@@ -379,8 +300,8 @@ def join(device: int = -1) -> int:
     sets = (hook.process_set for hook in hooks.values() if hook.process_set)
     process_set = joining.process_set_of(sets, "distributed optimizers of this process")
     parts: dict[Any, Any] = {}
-    for exchange in reversed(exchanges):
-        exchange.participate(parts)
+    for each in reversed(optimizers):
+        hooks[each].participate(each, parts)
     communicator = process_set.communicator
     joining.join(communicator, parts)
 
@@ -391,7 +312,7 @@ def join(device: int = -1) -> int:
             numbers = allgather_object([hooks[each].number for each in optimizers], "join", process_set)
             everywhere = set.intersection(*map(set, numbers))
             for optimizer in (each for each in optimizers if hooks[each].number in everywhere):
-                parameters = ((str(index), parameter) for index, parameter in enumerate(_trained(optimizer)))
+                parameters = ((str(index), parameter) for index, parameter in enumerate(trained(optimizer)))
                 broadcast_parameters(parameters, root, process_set)
                 if hooks[optimizer].shares_state:
                     broadcast_optimizer_state(optimizer, root, process_set=process_set)
@@ -400,14 +321,22 @@ def join(device: int = -1) -> int:
     return communicator.atomic(receive)
 
 
-def _wrap(optimizer: Any, hook: _GradientHook | _ChangeHook) -> Any:
+def _wrap(optimizer: Any, hook: GradientHook | ChangeHook) -> Any:
     time_data_loaders()
     base = type(optimizer)
     namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     optimizer.__class__ = type(base.__name__, (_HorovodMethods, base), namespace)
     setattr(optimizer, _ATTRIBUTE, hook)
-    optimizer.register_step_pre_hook(hook.before_step)
-    optimizer.register_step_post_hook(lambda stepped, *_: hook.after_step(stepped))
+
+    def before(stepped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if is_within_step(stepped) else hook.before_step(stepped, args, kwargs)
+
+    def after(stepped: Any, *_: Any) -> None:
+        if not is_within_step(stepped):
+            hook.after_step(stepped)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
     _distributed.add(optimizer)
     return optimizer
 

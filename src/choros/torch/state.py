@@ -11,6 +11,7 @@ from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.objects import broadcast_object
 from choros.parallel.ops import broadcast_arrays
+from choros.torch.sliced_state import ParameterSlices, on_host, settings_of, slices_of, take_state, use_settings
 
 #: Optimizers whose state of zeros, and no steps, is that before the first step. SGD's is not, with dampening.
 _STARTS_FROM_ZEROS = (
@@ -90,19 +91,46 @@ def broadcast_optimizer_state(
     del model
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("the state of torch.optim.LBFGS cannot be broadcast: it is that of its own rank's steps.")
-    communicator = process_set.communicator
+    communicator, slices = process_set.communicator, slices_of(optimizer)
     is_root = communicator.ranks[communicator.rank] == root_rank
-    if not optimizer.state:
+    if not optimizer.state and (slices is None or slices.is_whole):
         _create_gradients(optimizer)
         if is_root:
             _create_state(optimizer)
     if communicator.size == 1:
         return
+    if slices is not None:
+        _broadcast_slices(optimizer, slices, root_rank, process_set, is_root=is_root)
+        return
     state = broadcast_object(
-        _on_cpu(optimizer.state_dict()) if is_root else None, root_rank, "optimizer state", process_set
+        on_host(optimizer.state_dict()) if is_root else None, root_rank, "optimizer state", process_set
     )
     if not is_root:
         optimizer.load_state_dict(state)
+
+
+def _broadcast_slices(
+    optimizer: Any, slices: ParameterSlices, root_rank: int, process_set: ProcessSet, *, is_root: bool
+) -> None:
+    """``broadcast_optimizer_state`` if each rank is to have a slice of the state. That of one process, which the root
+    has created or loaded, is sent one parameter at a time; slices stay where they are.
+    """
+    parameters = slices.parameters
+
+    def sent(value: Any) -> Any:
+        return broadcast_object(on_host(value) if is_root else None, root_rank, "optimizer state", process_set)
+
+    having = [index for index, each in enumerate(parameters) if slices.is_whole and each in optimizer.state]
+    settings, is_whole, having = sent((settings_of(optimizer), slices.is_whole, having))
+    parts = {}
+    for index in having:
+        parameter = parameters[index]
+        parts[parameter] = slices.cut(sent(optimizer.state[parameter] if is_root else None), parameter)
+    if not is_root and is_whole:
+        take_state(optimizer, settings, parts)
+    elif not is_root:
+        use_settings(optimizer, settings)
+    slices.settle(optimizer)
 
 
 def _create_gradients(optimizer: Any) -> None:
@@ -130,14 +158,3 @@ def _create_state(optimizer: Any) -> None:
         if "step" in state:
             state["step"] = state["step"] * 0
     optimizer.load_state_dict({**optimizer.state_dict(), "state": created})
-
-
-def _on_cpu(state: Any) -> Any:
-    """Returns ``state`` with its tensors in host memory, because other ranks use other devices."""
-    if torch.is_tensor(state):
-        return state.cpu()
-    if isinstance(state, dict):
-        return {key: _on_cpu(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(_on_cpu(value) for value in state)
-    return state

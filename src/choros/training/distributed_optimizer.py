@@ -8,25 +8,47 @@ The user's object gets a subclass of the same name: its state, saved name and Ke
 """
 
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import keras
+import numpy as np
 
+from choros.comm import Request
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
+from choros.parallel.objects import object_of_first
+from choros.parallel.reduce.slices import Holders
+from choros.training.host_gradients import tensor_of
 from choros.training.keras_internals.models import (
     BaseOptimizer,
     accumulators,
     apply_count,
-    export_like,
+    derive,
     inner_optimizers,
+    innermost,
     trained_variables,
 )
-from choros.training.optimizer_reducer import OptimizerReducer, tensor_of
+from choros.training.optimizer_reducer import OptimizerReducer
+from choros.training.optimizer_slots import OptimizerSlots
+from choros.training.sliced_optimizer import (
+    apply_scaled,
+    assign_undivided,
+    assign_whole,
+    rebuild,
+    slice_state,
+    slices_of,
+    state_of,
+    undivided_values,
+    whole_values,
+)
+from choros.training.sliced_state import Slices, holders_now
 from choros.training.tf_context import as_one_replica
-from choros.training.variables import broadcast_updates, value_of
+from choros.training.variables import broadcast_updates, building_slices, value_of
+from choros.training.weighting import current_step
+from choros.training.whole_state import MEETING, WholeState
 
 _ATTRIBUTE = "_choros_reducer"
 _as_one_replica = as_one_replica if keras.backend.backend() == "tensorflow" else nullcontext
@@ -50,7 +72,7 @@ class _DistributedMixin:
             if not optimizer.built:
                 with keras.name_scope(optimizer.name):
                     optimizer.build(trainable_variables)
-        variables = trained_variables(self) if trainable_variables is None else trainable_variables
+        variables = trained_by(self) if trainable_variables is None else trainable_variables
         reducer: Any = reducer_of(self)
         micro_batches = apply_count(self) if reducer.reducer.config.micro_batches > 1 else 0
         reduced = reducer.reduce(list(grads), variables, micro_batches)
@@ -71,14 +93,27 @@ class _DistributedMixin:
         if experimental_aggregate_gradients and not skip_gradients_aggregation:
             return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
         gradients, variables = zip(*grads_and_vars, strict=True)
-        _apply_reduced(self, list(gradients), list(variables))
+        reducer: Any = reducer_of(self)
+        slices = reducer.slices
+        own = list(gradients) if slices is None else slices.cut(gradients, variables)
+        _apply_reduced(self, own, list(variables))
         return apply_count(self)
 
     def build(self, variables: Any) -> None:
         """Creates the optimizer's state on ranks that keep it; by now an inner optimizer is known."""
         move_outwards(self)
+        reducer: Any = reducer_of(self)
         with _as_one_replica():
-            if reducer_of(self).has_state:  # type: ignore[union-attr]
+            if reducer.divides_state:
+                process_set = reducer.reducer.config.process_set
+                with building_slices():
+                    self.__class__ = own_class(self)
+                    reducer.slices = Slices(self, variables, process_set, reducer.local)
+                    reducer.state = WholeState(self, reducer.slices, reducer.synchronize)
+                    slice_state(self, reducer.slices, reducer.state)
+                    self.__class__ = derive(type(self), _DistributedMixin)
+                    super().build(reducer.slices.slice_variables)  # type: ignore[misc]
+            elif reducer.has_state:
                 super().build(variables)  # type: ignore[misc]
             else:
                 BaseOptimizer.build(self, variables)
@@ -86,6 +121,8 @@ class _DistributedMixin:
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """``apply`` as JAX's trainer calls it; Keras' own calls ``apply``, ``LossScaleOptimizer``'s does not."""
         optimizer: Any = self
+        if reducer_of(self).slices is not None:  # type: ignore[union-attr]
+            return _stateless_apply_in_slices(self, optimizer_variables, grads, trainable_variables)
         if isinstance(self, keras.optimizers.LossScaleOptimizer):
             mapping = list(zip(optimizer.variables, optimizer_variables, strict=True))
             with keras.StatelessScope(state_mapping=mapping):
@@ -111,7 +148,10 @@ def _apply_reduced(optimizer: Any, reduced: Sequence[Any], variables: Sequence[A
     reducer: Any = reducer_of(optimizer)
     _applying.inside = True
     try:
-        if reducer.has_state:
+        if reducer.slices is not None:
+            with _as_one_replica():
+                _apply_in_slices(optimizer, reduced, trained_by(optimizer) if variables is None else variables)
+        elif reducer.has_state:
             with _as_one_replica():
                 own_class(optimizer).apply(optimizer, reduced, variables)
         if reducer.state_owner is not None:  # it alone makes the update: the others count it, and receive the values
@@ -123,17 +163,34 @@ def _apply_reduced(optimizer: Any, reduced: Sequence[Any], variables: Sequence[A
         _applying.inside = False
 
 
-_derived_classes: dict[tuple[type, type], type] = {}
+def _apply_in_slices(optimizer: Any, reduced: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Keras' own ``apply`` for the slices of this rank; then all variables are gathered."""
+    slices, reducer = slices_of(optimizer), cast(OptimizerReducer, reducer_of(optimizer))
+    gradients, own = slices.own_pairs(reduced, variables, reducer.ordering)
+    reducer.check_start([each for each in variables if slices.is_divided(each)])
+    slices.load()
+    if keras.backend.backend() == "jax" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        apply_scaled(optimizer, gradients, own)
+    else:
+        own_class(optimizer).apply(optimizer, gradients, own)
+    slices.gather(state_of(optimizer).check_start)
 
 
-def derive(base: type, behaviour: type) -> type:
-    """The subclass of ``base``, overridden by the mixin ``behaviour``, that is saved as ``base``; created only once."""
-    derived = _derived_classes.get((base, behaviour))
-    if derived is None:
-        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        derived = _derived_classes[base, behaviour] = type(base.__name__, (behaviour, base), namespace)
-        export_like(derived, base)
-    return derived
+def _stateless_apply_in_slices(optimizer: Any, state: Sequence[Any], gradients: Any, values: Sequence[Any]) -> Any:
+    """``stateless_apply`` of the values of whole variables."""
+    trained = slices_of(optimizer).variables
+    if current_step() is None:
+        state_of(optimizer).meet(optimizer, state)
+    mapping = [*zip(trained, values, strict=True), *zip(optimizer.variables, state, strict=True)]
+    with keras.StatelessScope(state_mapping=mapping) as scope:
+        optimizer.apply(gradients)
+    return tuple(list(map(scope.get_current_value, variables)) for variables in (trained, optimizer.variables))
+
+
+def trained_by(optimizer: Any) -> list[Any]:
+    """The variables of the model that a built optimizer trains, whole also where it has slices of them."""
+    reducer = reducer_of(optimizer)
+    return trained_variables(optimizer) if reducer is None or reducer.slices is None else reducer.slices.variables
 
 
 def own_class(optimizer: Any) -> Any:
@@ -151,6 +208,76 @@ def wrap(optimizer: Any, reducer: OptimizerReducer) -> None:
     optimizer.__class__ = derive(type(optimizer), _DistributedMixin)
     # Bypasses Keras' attribute tracking: the reducer is not part of the optimizer's state.
     object.__setattr__(optimizer, _ATTRIBUTE, reducer)
+
+
+def divide(optimizer: Any) -> None:
+    """Gives each rank its slice of the state of a distributed optimizer that is built, if it is to have one."""
+    reducer: Any = reducer_of(optimizer)
+    if not optimizer.built or not reducer.divides_state:
+        return
+    values, variables = list(whole_values(optimizer)), trained_variables(optimizer)
+    fresh = own_class(optimizer).from_config(optimizer.get_config())
+    vars(optimizer).clear()
+    vars(optimizer).update(vars(fresh))
+    object.__setattr__(optimizer, _ATTRIBUTE, reducer)
+    with keras.name_scope(optimizer.name):
+        optimizer.build(variables)
+    assign_whole(optimizer, values)
+    reducer.state.held = values[len(values) - len(reducer.state.slots.whole) :]
+
+
+def cut_anew(optimizer: Any, model: Any) -> None:
+    """Cuts the slices of an optimizer's state anew, for the ranks that there are now; all ranks call it between two
+    steps. One that has joined since the slices were cut has none of them, and receives its own. Three of four ranks go
+    on, which each have a slice and the copy of another one::
+
+        slices of 4   rank 0: 0 3    rank 1 is lost    rank 2: 2 1    rank 3: 3 2
+        each slot     ◄──────── gathered: slice 0 from rank 0, 1 and 2 from rank 2, 3 from rank 3 ────────►
+        slices of 3   rank 0: 0 2                      rank 1: 1 0    rank 2: 2 1
+
+    The step of the ``model`` that is trained is compiled again.
+    """
+    reducer: Any = reducer_of(optimizer)
+    reducer.model = weakref.ref(model)
+    communicator = reducer.reducer.config.process_set.communicator
+    communicator.atomic(lambda: communicator.agree(_cut_request(reducer)))
+    _cut_anew(optimizer)
+
+
+def _cut_request(reducer: OptimizerReducer) -> Request:
+    return Request("slices of the optimizer's state", name=reducer.name)
+
+
+def _cut_anew(optimizer: Any) -> None:
+    reducer, inner = cast(OptimizerReducer, reducer_of(optimizer)), innermost(optimizer)
+    process_set, state = reducer.reducer.config.process_set, state_of(optimizer)
+    communicator = process_set.communicator
+    reducer.synchronize()
+    with building_slices(), _as_one_replica(), keras.name_scope(optimizer.name):
+
+        def cut(holders: Holders) -> tuple[Slices, OptimizerSlots]:
+            slices = Slices(inner, slices_of(optimizer).variables, process_set, reducer.local, holders)
+            return slices, OptimizerSlots(inner, slices, state.slots.first)
+
+        holders, values = object_of_first(lambda: (slices_of(optimizer).holders, undivided_values(optimizer)))
+        if not holders.has(communicator.launched[communicator.rank]):  # this rank has joined since
+            rebuild(optimizer, *cut(holders))
+            assign_undivided(optimizer, values)
+            reducer.has_begun = True
+        while True:
+            slices, slots = cut(holders_now(process_set))
+            parts: dict[int, Any] = {}
+            for number in range(len(slots.whole)):
+                parts |= {
+                    position: np.array(part) for position, part in slots.parts(number, state.whole(number)).items()
+                }
+            if slices.holders.members == communicator.launched:
+                break
+        rebuild(optimizer, slices, slots)
+        for position, part in parts.items():
+            state.assign_part(position, part)
+    reducer.slices = slices
+    reducer.compile_again()
 
 
 def move_outwards(optimizer: Any) -> bool:
@@ -171,13 +298,15 @@ def participation(optimizer: Any) -> Participation:
     the last rank that has batches.
     """
     reducer = reducer_of(optimizer)
-    variables = trained_variables(optimizer)
+    variables = trained_by(optimizer)
     if reducer is None or not reducer.reducer.active or not variables:
         return {}
     communicator = reducer.reducer.config.process_set.communicator
 
     def update(reduced: list[Any], trained: Sequence[Any]) -> None:
-        _apply_reduced(optimizer, list(map(tensor_of, reduced)), trained)
+        tensors = list(map(tensor_of, reduced))
+        slices = reducer.slices
+        _apply_reduced(optimizer, tensors if slices is None else slices.placed(tensors, trained), trained)
 
     def update_when_settled(reduced: list[Any], trained: Sequence[Any]) -> None:
         communicator.when_settled(lambda: update(reduced, trained))
@@ -185,14 +314,24 @@ def participation(optimizer: Any) -> Participation:
     if reducer.state_owner is not None:
         return reducer.participation(variables, update)
     shared = [variable for variable in variables if not reducer.is_local(variable)]
-    return reducer.participation(shared, update_when_settled if _makes_updates_of_others(optimizer) else None)
+    part = reducer.participation(shared, update_when_settled if _makes_updates_of_others(optimizer) else None)
+    if reducer.slices is None:
+        return part
+
+    def cut(_: Sequence[int]) -> None:
+        communicator.when_settled(lambda: _cut_anew(optimizer))
+
+    return {**part, MEETING: lambda _: None, _cut_request(reducer): cut}
 
 
 def _makes_updates_of_others(optimizer: Any) -> bool:
     """Whether all ranks make an update of which only some have rows."""
+    reducer: Any = reducer_of(optimizer)
+    if reducer.slices is not None:
+        return True
     if keras.backend.backend() == "jax" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return False  # its ``apply`` works in compiled steps alone
-    process_set = reducer_of(optimizer).reducer.config.process_set  # type: ignore[union-attr]
+    process_set = reducer.reducer.config.process_set
     return bool(process_set.included()) and process_set.communicator.elastic
 
 
@@ -219,7 +358,7 @@ def receive_weights(optimizer: Any) -> tuple[int, ...]:
     if (last := reducer.reducer.last_active(heirs)) is None:
         return ()
     made = (*reducer.reducer.trained, *heirs)
-    if reducer.state_owner is None:
+    if reducer.state_owner is None and reducer.slices is None:
         shared = [variable for variable in trained_variables(optimizer) if not reducer.is_local(variable)]
         broadcast_updates([*shared, *optimizer.variables], process_set.ranks[last], process_set, heirs=made)
     return made

@@ -51,6 +51,8 @@ class ElasticEpochs:
         self._order: int | None = None
         self._commit_steps = current().commit_steps
         self._taken_over: Ledger | None = None
+        #: Whether the others have taken this rank in since the last epoch.
+        self._has_come = False
 
     @property
     def ledger(self) -> Ledger | None:
@@ -84,6 +86,10 @@ class ElasticEpochs:
         """Shards an epoch over the ranks, before Keras reads it."""
         self.ledger = None
         communicator = global_process_set.communicator
+        if not self._has_come:  # the others are here; else one that saves alone is to come before rows are shared out
+            communicator.barrier(name="begin of an epoch")
+            self._steps.cut_anew()
+        self._has_come = False
         resumed, self._resumed = self._resumed, None
         while resumed is None and self.admit is not None and self.admit(epoch):  # a new rank knows no resumed epoch
             pass
@@ -116,7 +122,7 @@ class ElasticEpochs:
     def take_over(self, position: Mapping[str, Any]) -> None:
         """Makes a ``position`` of the other ranks that of this rank, which they have taken in."""
         self.resume(position)
-        self._taken_over, self._resumed, self.is_late = self._resumed, None, True
+        self._taken_over, self._resumed, self.is_late, self._has_come = self._resumed, None, True, True
 
     def example_batch(self) -> Any:
         """Returns a batch, from which metrics can be built; ``None`` if the data can be read only once."""
@@ -144,6 +150,7 @@ class ElasticEpochs:
         """All call it after each step: ends rank or job if asked, takes new ranks in, but not between micro-batches."""
         if self._steps.accumulated:
             return
+        self._steps.cut_anew()
         communicator = global_process_set.communicator
         while communicator.noticed or communicator.is_new:
             if self.job_ends:
@@ -186,6 +193,7 @@ class ElasticEpochs:
         communicator = global_process_set.communicator
         while True:
             self._steps.end_batches()
+            self._steps.cut_anew()
             self._end_if_asked()
             ledger = self.ledger
             if ledger is None or not ledger.lacks_owners or ledger.is_done(length := self.data.length(ledger.epoch)):

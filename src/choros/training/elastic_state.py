@@ -6,12 +6,16 @@ from typing import Any, final
 import keras
 
 from choros.arrays import adapter_of
+from choros.comm import global_process_set
 from choros.elastic.state import ObjectState, State
 from choros.errors import ConfigError, HostsUpdatedInterrupt
-from choros.training.distributed_optimizer import reduce_early, reducer_of
+from choros.training.distributed_optimizer import cut_anew, reduce_early, reducer_of
+from choros.training.keras_internals.fit import drop_jax_state
 from choros.training.keras_internals.models import is_built
+from choros.training.sliced_optimizer import assign_whole, has_slices, whole_values
 from choros.training.trainer import model_variables
 from choros.training.variables import broadcast_variables, value_of
+from choros.training.whole_state import host_value
 
 
 class VariablesState(ObjectState):
@@ -86,10 +90,38 @@ class KerasState(VariablesState):
         reduce_early(self.optimizer)
         super().save()
 
+    def sync(self) -> None:
+        """Sends the values and objects of rank 0 to all ranks, and each its slices of the optimizer's state."""
+        if self.optimizer is not None and has_slices(self.optimizer) and global_process_set.communicator.elastic:
+            cut_anew(self.optimizer, self.model)
+        super().sync()
+
+    def committed(self) -> Any:
+        """Returns the values and the objects; the optimizer's are those of one process."""
+        given = super().committed()
+        if self.optimizer is None:
+            return given
+        own = set(map(id, self.optimizer.variables))
+        values = [
+            each for variable, each in zip(self.tracked(), given["values"], strict=True) if id(variable) not in own
+        ]
+        return {**given, "values": values, "optimizer": list(whole_values(self.optimizer))}
+
+    def use(self, committed: Any) -> None:
+        """Takes them."""
+        if self.optimizer is not None:
+            variables = self.tracked()
+            assign_whole(self.optimizer, committed["optimizer"])
+            own, others = set(map(id, self.optimizer.variables)), iter(committed["values"])
+            values = [host_value(each) if id(each) in own else next(others) for each in variables]
+            committed = {**committed, "values": values}
+        super().use(committed)
+
     def restore(self) -> None:
         """Sets the values and the objects, and forgets micro-batches since."""
         if (reducer := reducer_of(self.optimizer)) is not None:
             reducer.reducer.forget_accumulated()
+        drop_jax_state(self.model)
         super().restore()
 
     def check_host_updates(self) -> None:

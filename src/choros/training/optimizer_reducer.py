@@ -10,6 +10,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, final
@@ -18,25 +19,43 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.arrays import ArrayAdapter, ArraySpec, device_adapter, framework_adapter
 from choros.comm import Reduction, global_process_set
 from choros.comm.devices import Device
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
-from choros.parallel.identical import check_identical
+from choros.parallel.identical import Comparison, check_identical
 from choros.parallel.reduce.device import device_to_reduce_on
-from choros.parallel.reduce.gradients import Gradient, GradientLayout, RowsLayout, SparseRows, layout_of
+from choros.parallel.reduce.gradients import (
+    Gradient,
+    GradientLayout,
+    RowsLayout,
+    SliceLayout,
+    layout_of,
+)
 from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import BackwardExchange, are_replaceable
+from choros.settings import current
 from choros.training.device import accelerated, tensorflow_gpu
+from choros.training.host_gradients import (
+    FLAG,
+    dtype_of,
+    host_call,
+    is_embedding,
+    keras_arrays,
+    layout_entry,
+    scaled,
+    tensor_of,
+)
+from choros.training.keras_internals.fit import sync_jax_state
 from choros.training.keras_internals.models import read_gathered_rows_only, torch_device
-from choros.training.variables import overwrite
+from choros.training.replaced import replaced
+from choros.training.sliced_state import ELSEWHERE, Slices
+from choros.training.variables import overwrite, value_of
 from choros.training.weighting import correction, current_step
+from choros.training.whole_state import WholeState
 
 Array = NDArray[Any]
-#: A number that the host returns to the training step.
-_FLAG = ArraySpec((), np.dtype(np.int32))
 
 if keras.backend.backend() == "tensorflow":  # before a step is traced
     read_gathered_rows_only()
@@ -45,7 +64,8 @@ if keras.backend.backend() == "tensorflow":  # before a step is traced
 @final
 class OptimizerReducer:
     """Reduces one Keras optimizer's gradients, or tapes', and knows which ranks keep its state (``None``: all).
-    ``configure`` is called late: a strategy wraps optimizers that are still being constructed. In a prepared step
+    ``configure`` is called late: a strategy wraps optimizers that are still being constructed. ``shard_state``: whether
+    each rank has a slice of the state, ``None`` if chorosrun says it. In a prepared step
     (``weighting.py``) ranks weigh by their examples, elsewhere all the same.
     """
 
@@ -58,10 +78,17 @@ class OptimizerReducer:
         op: Callable[[], Reduction] | None = None,
         sum_over_devices: Callable[[list[Any]], list[Any]] | None = None,
         state_owner: int | None = None,
+        shard_state: bool | None = None,
         advice: str = "",
     ) -> None:
         self.name = ""
         self.state_owner = state_owner
+        self._shard_state = shard_state
+        #: This rank's slices, once the optimizer is built, if each has a slice of its state.
+        self.slices: Slices | None = None
+        self.state: WholeState | None = None
+        #: The model that is trained, which an optimizer's state, kept for other ranks, must not keep.
+        self.model: Callable[[], Any] = lambda: None
         self._configure = configure
         self._sparse_as_dense = sparse_as_dense
         self._op = op
@@ -74,12 +101,20 @@ class OptimizerReducer:
         self._variables: dict[GradientLayout, list[Any]] = {}
         #: Whether a comparison is due after the update, in a step that is being compiled too; and by which reducer.
         self._due: Any = None
+        #: A number that the reduction into slices has returned, before which nothing that follows may run.
+        self.ordering: Any = None
+        #: Whether this update is the first, as the host says; and whether one was made.
+        self._is_first: Any = False
+        self.has_begun = False
         self._last: GradientReducer | None = None
 
     @cached_property
     def reducer(self) -> GradientReducer:
         """The reducer of host arrays, or of tensors on torch."""
-        reducer = GradientReducer(self._configure(), self.name)
+        config = self._configure()
+        if self._is_sharded:  # what is reduced during the backward pass is received whole
+            config = dataclasses.replace(config, bucket_bytes=None)
+        reducer = GradientReducer(config, self.name)
         reducer.correction = correction
         return reducer
 
@@ -95,9 +130,40 @@ class OptimizerReducer:
         return self.state_owner is None or self.state_owner == global_process_set.communicator.rank
 
     @property
+    def _is_sharded(self) -> bool:
+        if self._shard_state is None:
+            return current().shard_state and self.state_owner is None
+        return self._shard_state
+
+    @property
+    def divides_state(self) -> bool:
+        """Whether each rank is to have a slice of the optimizer's state, as there are others; an error if it cannot."""
+        if not self._is_sharded or not self.reducer.active:
+            return False
+        if self._sum_over_devices is not None:
+            raise ConfigError(
+                "shard_state=True is not possible here: replicas that are devices of one process share its memory: "
+                "start a process for each."
+            )
+        return True
+
+    def synchronize(self) -> None:
+        """Gives the variables of the ``model`` that is trained the values that JAX's trainer has during an epoch."""
+        if (model := self.model()) is not None:
+            sync_jax_state(model)
+
+    def compile_again(self) -> None:
+        """Makes the next step of the ``model`` be compiled anew, as there are other slice variables."""
+        model = self.model()
+        if model is not None and model.train_function is not None:
+            # JAX remembers what it has compiled by the function.
+            with replaced(model, train_step=functools.partial(model.train_step)):
+                model.make_train_function(force=True)
+
+    @property
     def reduces_all(self) -> bool:
         """Whether all gradients are reduced over all ranks."""
-        return self.reducer.config.process_set is global_process_set and not self.local
+        return self.reducer.config.process_set is global_process_set and not self.local and not self._is_sharded
 
     def is_local(self, variable: Any) -> bool:
         """Whether ``variable``'s gradient stays on its rank."""
@@ -108,9 +174,9 @@ class OptimizerReducer:
     ) -> list[Any]:
         """Reduces this rank's gradients for the update; ``micro_batches``: the calls of ``apply`` before this one."""
         gradients = list(gradients)
-        self._due = None
+        self._due = self.ordering = None
         if self._sparse_as_dense:
-            adapter = _adapter()
+            adapter = keras_arrays()
             gradients = [adapter.to_dense(g, tuple(v.shape)) for g, v in zip(gradients, variables, strict=True)]
         reducer = self.reducer
         if self._op is not None and self._op() is Reduction.SUM:
@@ -125,7 +191,9 @@ class OptimizerReducer:
             if of_all_ranks and config.op is Reduction.SUM:
                 factor *= config.process_set.communicator.size
             pairs = zip(gradients, variables, strict=True)
-            return gradients if factor == 1 else [None if g is None else _scaled(g, factor, v) for g, v in pairs]
+            if factor != 1:
+                gradients = [None if g is None else scaled(g, factor, v) for g, v in pairs]
+            return gradients if self.slices is None else self.slices.cut(gradients, variables)
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
         shared = [index for index in given if not self.is_local(variables[index])] if self.local else given
         own, trained = [gradients[i] for i in shared], [variables[i] for i in shared]
@@ -134,17 +202,40 @@ class OptimizerReducer:
         factor = 1 if config.average_micro_batches else config.micro_batches
         divisor = config.process_set.communicator.size if self._scale_local else 1
         for index in set(given) - set(shared):
-            gradients[index] = _scaled(gradients[index], factor / divisor, variables[index])
+            gradients[index] = scaled(gradients[index], factor / divisor, variables[index])
         for index, gradient in zip(shared, reduced, strict=True):
             gradients[index] = gradient
-        return gradients
+        return gradients if self.slices is None else self.slices.placed(gradients, variables)
 
     @property
     def is_due(self) -> bool:
         """Whether a comparison is due after the update, or may be when the step that is being compiled runs."""
         if self.state_owner is not None or self._due is None:  # all have just received the owner's values
             return False
-        return _adapter().is_symbolic([self._due]) or bool(self._due)
+        return keras_arrays().is_symbolic([self._due]) or bool(self._due)
+
+    def check_start(self, variables: Sequence[Any]) -> None:
+        """Before the first update in slices, checks that all ranks have the same variables: each would give the others
+        its own items, and no later comparison could tell.
+        """
+        first, arrays = self._is_first, keras_arrays()
+        values = list(map(value_of, variables))
+        names = [getattr(variable, "path", variable.name) for variable in variables]
+
+        def check(hosts: Sequence[Any]) -> Sequence[Array]:
+            divergence = "warn" if self.reducer.divergence == "warn" else "error"
+            comparison, process_set = Comparison(1, 1, divergence, before=True), self.reducer.config.process_set
+            check_identical(names, hosts, comparison, advice=self._advice, process_set=process_set)
+            return [np.asarray(0, np.int32)]
+
+        if arrays.is_symbolic([first]):
+            tensors = arrays.values_if(first > 0, values)
+            keras.ops.cond(
+                first > 0, lambda: arrays.host_call(check, tensors, [FLAG])[0], lambda: keras.ops.zeros((), "int32")
+            )
+        elif first:
+            check(values)
+        self._is_first = False
 
     def compare(self, variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """At times checks that all ranks have these values after the update; on JAX the caller assigns the healed."""
@@ -155,7 +246,7 @@ class OptimizerReducer:
         shared = [index for index, variable in enumerate(variables) if not self.is_local(variable)]
         names = [getattr(variables[index], "path", variables[index].name) for index in shared]
         own = [values[index] for index in shared]
-        adapter = _adapter()
+        adapter = keras_arrays()
         in_place = keras.backend.backend() != "jax"
         healed: dict[int, Any] = {}
 
@@ -181,7 +272,7 @@ class OptimizerReducer:
 
             tensors = adapter.values_if(due > 0, own)
             keras.ops.cond(
-                due > 0, lambda: adapter.host_call(on_host, tensors, [_FLAG])[0], lambda: keras.ops.zeros((), "int32")
+                due > 0, lambda: adapter.host_call(on_host, tensors, [FLAG])[0], lambda: keras.ops.zeros((), "int32")
             )
             return values
 
@@ -198,7 +289,7 @@ class OptimizerReducer:
         self, reducer: GradientReducer, gradients: list[Any], variables: list[Any], micro_batches: Any, examples: Any
     ) -> list[Any]:
         config, self._last = reducer.config, reducer
-        layout = tuple(_layout(g, v) for g, v in zip(gradients, variables, strict=True))
+        layout = tuple(self._layout(g, v) for g, v in zip(gradients, variables, strict=True))
         self._variables[layout] = variables
         if examples is None:
             step = current_step()
@@ -212,11 +303,13 @@ class OptimizerReducer:
                 reduced = self._backward.reduce(parameters, gradients)
             else:
                 exchange = (int(micro_batches) + 1) % config.micro_batches == 0
-                reduced = reducer.reduce(gradients, examples=int(examples), exchange=exchange)
+                reduced = reducer.reduce(gradients, examples=int(examples), exchange=exchange, layout=layout)
             self._due = reducer.due is not None
             return reduced
         if config.bucket_bytes is not None:
             return self._reduce_buckets(reducer, gradients, layout, examples)
+
+        slices = self.slices
 
         def on_host(hosts: Sequence[Array], own: list[Gradient], out: Sequence[Array] | None) -> list[Gradient]:
             done, count = map(int, hosts)
@@ -224,9 +317,63 @@ class OptimizerReducer:
             return reducer.reduce(own, examples=count, exchange=exchange, layout=layout, out=out)
 
         numbers, flag = (micro_batches, examples), lambda: reducer.due is not None
+        if slices is not None:
+            return self._reduce_slices(slices, on_host, numbers, gradients, layout, flag)
         keeps = reducer.may_repeat or (_on_torch() and not are_replaceable(gradients, [v.value for v in variables]))
-        reduced, self._due = _host_call(on_host, numbers, gradients, layout, config.device, flag, keeps=keeps)
+        reduced, self._due = host_call(on_host, numbers, gradients, layout, config.device, flag, keeps=keeps)
         return reduced
+
+    def _reduce_slices(
+        self,
+        slices: Slices,
+        reduce: Callable[[Sequence[Array], list[Gradient], Sequence[Array] | None], list[Gradient]],
+        numbers: Sequence[Any],
+        gradients: list[Any],
+        layout: GradientLayout,
+        flag: Callable[[], bool],
+    ) -> list[Any]:
+        """Returns what this rank receives of the sums."""
+        own: dict[int, Any] = dict(enumerate(layout))
+        for index, each in enumerate(layout):
+            if isinstance(each, SliceLayout | RowsLayout) and each.ranges:
+                items = each.items(slices.rank)
+                own[index] = each.of_rank(slices.rank) if isinstance(each, RowsLayout) else ((items,), each.dtype)
+                if not items:
+                    del own[index]
+
+        def flags() -> int:
+            first, self.has_begun = not self.has_begun, True
+            return int(flag()) + 2 * first
+
+        def on_host(hosts: Sequence[Array], given: list[Gradient], out: Sequence[Array] | None) -> list[Gradient]:
+            targets = None
+            if out is not None:
+                of_own = dict(zip(own, out, strict=True))
+                targets = [of_own.get(index, given[index].reshape(-1)[:0]) for index in range(len(layout))]
+            results = reduce(hosts, given, targets)
+            return [results[index] for index in own]
+
+        device = self.reducer.config.device
+        reduced, number = host_call(on_host, numbers, gradients, layout, device, flags, tuple(own.values()), keeps=True)
+        self.ordering, self._due, self._is_first = number, number % 2, number // 2
+        results: list[Any] = [ELSEWHERE] * len(gradients)
+        for index, result in zip(own, reduced, strict=True):
+            results[index] = result
+        return results
+
+    def _layout(self, gradient: Any, variable: Any) -> Any:
+        layout, slices = layout_entry(gradient, variable), self.slices
+        is_cut = slices is not None and slices.by_item and slices.is_divided(variable) and not is_embedding(variable)
+        if is_cut and isinstance(layout, RowsLayout):
+            raise ConfigError(
+                f"shard_state=True: {variable.path} has a gradient of rows, and is not cut between rows, as the tables "
+                "of keras.layers.Embedding are: use this layer, or pass sparse_as_dense=True."
+            )
+        if slices is None or (divided := slices.layout_of(variable)) is None:
+            return layout
+        if isinstance(layout, RowsLayout):
+            return layout._replace(ranges=divided.ranges)
+        return divided._replace(dtype=layout[1])
 
     def _reduce_buckets(
         self, reducer: GradientReducer, gradients: list[Any], layout: GradientLayout, examples: Any
@@ -264,7 +411,7 @@ class OptimizerReducer:
 
             part, results_layout = (tuple(layout[index] for index in each) for each in (indices, returned))
             own = [gradients[index] for index in indices]
-            results, self._due = _host_call(on_host, (examples,), own, part, device, flag, results_layout, keeps=keeps)
+            results, self._due = host_call(on_host, (examples,), own, part, device, flag, results_layout, keeps=keeps)
             for index, result in zip(returned, results, strict=True):
                 reduced[index] = result
         return reduced
@@ -273,8 +420,13 @@ class OptimizerReducer:
         """Reduces gradients of micro-batches now, on all ranks between two steps; returns what is to be accumulated."""
         pairs: list[tuple[Any, Any]] = []
         for layout, gradients in self.reducer.reduce_early().items():
-            pairs += zip(self._variables.get(layout, ()), gradients, strict=False)
-        return [(each, _adapter().to_dense(tensor_of(gradient), tuple(each.shape))) for each, gradient in pairs]
+            variables, tensors = self._variables.get(layout, []), list(map(tensor_of, gradients))
+            if self.slices is None:
+                pairs += zip(variables, tensors, strict=False)
+            elif variables:
+                for pieces in self.slices.placed(tensors, variables):
+                    pairs += [(self.slices.own[piece], tensor) for piece, tensor in (pieces or {}).items()]
+        return [(each, keras_arrays().to_dense(gradient, tuple(each.shape))) for each, gradient in pairs]
 
     def participation(
         self, variables: Sequence[Any], on_update: Callable[[list[Gradient], Sequence[Any]], None] | None = None
@@ -282,16 +434,31 @@ class OptimizerReducer:
         """As ``GradientReducer.participation``; sparse ones may come, ``on_update`` gets those of others' steps."""
 
         def update(reduced: list[Gradient]) -> None:
+            self.ordering, self._is_first, self.has_begun = None, not self.has_begun, True
             if on_update is not None:
-                on_update(reduced, self._variables.get(layout_of(reduced), variables))
+                on_update(reduced, self._of_results(reduced, variables))
 
-        dense = tuple((tuple(v.shape), _dtype(v)) for v in variables)
-        sparse = []
-        if keras.backend.backend() == "tensorflow" and not self._sparse_as_dense and any(map(_is_embedding, variables)):
+        dense: list[Any] = [(tuple(v.shape), dtype_of(v)) for v in variables]
+        if self.slices is not None:
+            dense = [self.slices.layout_of(v) or each for v, each in zip(variables, dense, strict=True)]
+        sparse: list[GradientLayout] = []
+        if keras.backend.backend() == "tensorflow" and not self._sparse_as_dense and any(map(is_embedding, variables)):
             for index_dtype in (np.dtype(np.int32), np.dtype(np.int64)):
-                pairs = zip(variables, dense, strict=True)
-                sparse.append(tuple(RowsLayout(*each, index_dtype) if _is_embedding(v) else each for v, each in pairs))
-        return self.reducer.participation(dense, update, sparse)
+                rows = [RowsLayout(each[0], each[1], index_dtype, ranges=getattr(each, "ranges", ())) for each in dense]
+                pairs = zip(variables, dense, rows, strict=True)
+                sparse += [tuple(of_rows if is_embedding(v) else each for v, each, of_rows in pairs)]
+        return self.reducer.participation(tuple(dense), update, sparse)
+
+    def _of_results(self, reduced: list[Gradient], default: Sequence[Any]) -> Sequence[Any]:
+        """The variables of the gradients that a step of other ranks has reduced."""
+        if self.slices is None or self.slices.receives_whole:
+            return self._variables.get(layout_of(reduced), default)
+        rank = self.slices.rank
+        sizes = [each.size if isinstance(each, np.ndarray) else -1 for each in reduced]
+        for layout, variables in self._variables.items():
+            if sizes == [each.items(rank) if isinstance(each, SliceLayout) else -1 for each in layout]:
+                return variables
+        return default
 
 
 def _replaced(values: list[Any], new: Mapping[int, Any]) -> list[Any]:
@@ -302,98 +469,6 @@ def _step_examples() -> Any:
     """The number of examples in the batch; ``None`` outside of steps, whose backward passes involve no other rank."""
     step = current_step()
     return None if step is None else step.examples
-
-
-def tensor_of(gradient: Gradient) -> Any:
-    """Returns a reduced gradient as a tensor of Keras' framework; ``SparseRows`` as its sparse gradient."""
-    if isinstance(gradient, np.ndarray):
-        return keras.ops.convert_to_tensor(gradient)
-    if not isinstance(gradient, SparseRows):
-        return gradient
-    indices, values = map(keras.ops.convert_to_tensor, (gradient.indices, gradient.values))
-    return _adapter().from_rows(indices, values, gradient.shape)
-
-
-def _host_call(
-    function: Callable[[Sequence[Array], list[Gradient], Sequence[Array] | None], Sequence[Gradient]],
-    numbers: Sequence[Any],
-    gradients: Sequence[Any],
-    layout: GradientLayout,
-    device: Any,
-    flag: Callable[[], bool],
-    returned: GradientLayout | None = None,
-    *,
-    keeps: bool,
-) -> tuple[list[Any], Any]:
-    """Calls ``function(numbers, gradients, out)`` on the host, from any step; returns gradients, and ``flag()`` then.
-    A sparse one is two arrays of varying rows, indices and values; on a ``device`` dense ones stay. ``out``: arrays
-    for results, those of ``gradients`` unless it ``keeps`` these until it returns, or ``None``.
-    """
-    adapter, returned = _adapter(), layout if returned is None else returned
-    inputs = [keras.ops.convert_to_tensor(number, "int32") for number in numbers]
-    for gradient in gradients:
-        rows = adapter.rows_of(gradient)
-        inputs += (gradient,) if rows is None else rows[:2]
-
-    def on_host(hosts: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
-        results: list[Array] = []
-        own = _joined(hosts[len(numbers) :], layout, _rows_on_host)
-        for result in function(hosts[: len(numbers)], own, out):
-            results += (result.indices, result.values) if isinstance(result, SparseRows) else (result,)
-        return [*results, np.asarray(flag(), np.int32)]
-
-    outputs: list[ArraySpec] = []
-    for each in returned:
-        if isinstance(each, RowsLayout):
-            outputs += ArraySpec((None,), each.index_dtype), ArraySpec((None, *each.shape[1:]), each.dtype)
-        else:
-            outputs.append(ArraySpec(*each))
-    outputs.append(_FLAG)
-    if device is not None:
-        *results, flagged = device_adapter(device.framework).device_call(on_host, inputs, outputs)
-    elif returned != layout or any(isinstance(each, RowsLayout) for each in layout):
-        *results, flagged = adapter.host_call(on_host, inputs, outputs)
-    else:
-        *results, flagged = adapter.host_update(on_host, inputs, outputs, replaced=len(gradients), keeps=keeps)
-    return _joined(results, returned, adapter.from_rows), flagged
-
-
-def _rows_on_host(indices: Any, values: Any, shape: tuple[int, ...]) -> SparseRows:
-    if not isinstance(values, np.ndarray):
-        indices, values = map(_adapter().to_host, (indices, values))
-    return SparseRows(indices, values, shape)
-
-
-def _joined(arrays: Sequence[Any], layout: GradientLayout, from_rows: Callable[..., Any]) -> list[Any]:
-    parts = iter(arrays)
-    return [
-        from_rows(next(parts), next(parts), each.shape) if isinstance(each, RowsLayout) else next(parts)
-        for each in layout
-    ]
-
-
-def _layout(gradient: Any, variable: Any) -> Any:
-    """The entry of a gradient in the layout: its static shape may be unknown, that of the variable is not."""
-    rows = _adapter().rows_of(gradient)
-    shape = tuple(variable.shape)
-    if rows is None:
-        return shape, _dtype(gradient)
-    return RowsLayout(shape, _dtype(rows[1]), _dtype(rows[0]), repeats=_is_embedding(variable))
-
-
-def _is_embedding(variable: Any) -> bool:
-    """Whether ``variable`` is the table of a ``keras.layers.Embedding``, which gives it this name."""
-    return bool(getattr(variable, "name", None) == "embeddings")
-
-
-def _scaled(gradient: Any, factor: float, variable: Any) -> Any:
-    adapter = _adapter()
-    rows = adapter.rows_of(gradient)
-    return gradient * factor if rows is None else adapter.from_rows(rows[0], rows[1] * factor, tuple(variable.shape))
-
-
-def _adapter() -> ArrayAdapter:
-    return framework_adapter(keras.backend.backend())
 
 
 def placed(config: ReduceConfig) -> ReduceConfig:
@@ -413,29 +488,5 @@ def placed(config: ReduceConfig) -> ReduceConfig:
     return dataclasses.replace(config, device=device, bucket_bytes=buckets)
 
 
-def accumulation_steps(optimizer: Any, backward_passes: int) -> int:
-    """Returns the number of micro-batches per update; sets Keras' accumulation if Horovod's argument requests it."""
-    own = optimizer.gradient_accumulation_steps
-    if backward_passes == 1:
-        return int(own or 1)
-    if own is not None:
-        raise ConfigError(
-            f"backward_passes_per_step={backward_passes} and the optimizer's own gradient_accumulation_steps={own} "
-            "both set gradient accumulation: pass only one of them."
-        )
-    if optimizer.built:
-        raise ConfigError(
-            "backward_passes_per_step needs an optimizer that has not been built: its accumulators are created with "
-            "the optimizer's other state. Create a new optimizer."
-        )
-    optimizer.gradient_accumulation_steps = backward_passes
-    return backward_passes
-
-
 def _on_torch() -> bool:
     return bool(keras.backend.backend() == "torch")
-
-
-def _dtype(tensor: Any) -> np.dtype[np.generic]:
-    dtype: np.dtype[np.generic] = np.dtype(keras.backend.standardize_dtype(tensor.dtype))
-    return dtype

@@ -29,8 +29,7 @@ from choros.parallel.random_streams import (
     torch_numbers_of,
     torch_streams,
 )
-from choros.training.distributed_optimizer import derive
-from choros.training.keras_internals.models import global_seed_generator, seed_generators_of
+from choros.training.keras_internals.models import derive, global_seed_generator, seed_generators_of
 from choros.training.trainer import spans_ranks
 
 _ATTRIBUTE = "_choros_replica"

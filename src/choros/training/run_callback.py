@@ -117,6 +117,7 @@ class RunCallback(keras.callbacks.Callback):
         if not is_built(self.model):
             build_from_batch(self.model, epochs.example_batch())
         self._run.restore(received)
+        steps_of(self.model).cut_anew(joins=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Commits the epoch before: Keras' history, which comes after all other callbacks, has it now. Restores what
@@ -172,8 +173,9 @@ class RunCallback(keras.callbacks.Callback):
             return False
         state = None
         if global_process_set.rank() == 0 and self._epochs is not None:
-            state = self._run.capture(epoch=epoch, position=self._epochs.position, metrics=False)
+            state = self._run.capture(epoch=epoch, position=self._epochs.position, joins=True)
         broadcast_object(state)
+        steps_of(self.model).cut_anew(joins=True)
         return True
 
     def _commit(self) -> None:

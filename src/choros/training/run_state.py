@@ -34,6 +34,7 @@ from choros.training.keras_internals.models import (
     seed_generators_of,
 )
 from choros.training.random_numbers import random_streams, set_random_streams
+from choros.training.sliced_optimizer import assign_whole, has_slices, whole_outlines, whole_values
 
 #: What ``fit`` gives callbacks; and what Keras' own set in each process: the sign of ``min_delta``, with a comparison,
 #: which is a function; of TensorBoard, what belongs to its writers and to the profiler.
@@ -66,8 +67,10 @@ class RunState:
         self._callbacks = [each for each in own if type(each).__name__ != "ProgbarLogger"]
         self._configured = [_configuration(each) for each in self._callbacks]
 
-    def capture(self, *, epoch: int, position: Any = None, metrics: bool = True) -> dict[str, Any]:
-        """Copies this process's state, without communication. No ``metrics`` for one that joins: they count twice."""
+    def capture(self, *, epoch: int, position: Any = None, metrics: bool = True, joins: bool = False) -> dict[str, Any]:
+        """Copies this process's state, and asks others for their slices of an optimizer's, if they have any. For a rank
+        that ``joins``, no metrics, which would count twice, and no state that is in slices.
+        """
         model = self._model
         sync_jax_state(model)
         callbacks = zip(_keys(self._callbacks), self._callbacks, self._configured, strict=True)
@@ -75,10 +78,13 @@ class RunState:
             "epoch": epoch,
             "position": copy.deepcopy(position),
             "weights": _values(model.weights),
-            "optimizers": [_values(_state_of(each)) for each in self._optimizers()],
+            "optimizers": [
+                list(whole_values(each)) if _has_state(each) and not (joins and has_slices(each)) else []
+                for each in self._optimizers()
+            ],
             "seeds": _values([each.state for each in seed_generators_of(model)]),
             "global_seed": _values([] if (own := global_seed_generator()) is None else [own.state]),
-            "metrics": _values(model.metrics_variables) if metrics else None,
+            "metrics": _values(model.metrics_variables) if metrics and not joins else None,
             "stop_training": bool(model.stop_training),
             "random": random_streams(),
             "callbacks": {key: _captured(callback, configured) for key, callback, configured in callbacks},
@@ -100,19 +106,22 @@ class RunState:
             )
         seeds = [each.state for each in seed_generators_of(model)]
         parts = [("weight", model.weights, state["weights"]), ("seed", seeds, state["seeds"])]
+        pairs = zip(optimizers, state["optimizers"], strict=True)
+        own = [(each, values) for each, values in pairs if _has_state(each) and (values or not has_slices(each))]
         if state["global_seed"]:
             parts.append(("global seed", [global_seed_generator(create=True).state], state["global_seed"]))
-        for index, (optimizer, values) in enumerate(zip(optimizers, state["optimizers"], strict=True), start=1):
-            if own := _state_of(optimizer):
-                parts.append((f"optimizer {index}, variable", own, values))
         if state["metrics"] is not None:
             parts.append(("metric variable", model.metrics_variables, state["metrics"]))
         for part in parts:
             _check(model, *part)
+        for number, (optimizer, values) in enumerate(own, start=1):
+            _check(model, f"optimizer {number}, variable", whole_outlines(optimizer), values)
         for _, variables, values in parts:
             for variable, value in zip(variables, values, strict=True):
                 current = local_value(variable)
                 variable.assign(adapter_of(current).from_host(np.array(value), current))
+        for optimizer, values in own:
+            assign_whole(optimizer, values)
         model.stop_training = state["stop_training"]
         self.restore_callbacks(state)
         set_random_streams(state["random"])
@@ -130,10 +139,10 @@ class RunState:
         return [each for each in optimizers_of(self._model) if each.built]
 
 
-def _state_of(optimizer: Any) -> list[Any]:
-    """Returns an optimizer's variables; none where another rank keeps them."""
+def _has_state(optimizer: Any) -> bool:
+    """Whether this rank has an optimizer's state, or a slice of it."""
     reducer = reducer_of(optimizer)
-    return list(optimizer.variables) if reducer is None or reducer.has_state else []
+    return reducer is None or reducer.has_state
 
 
 def _values(variables: Sequence[Any]) -> list[NDArray[Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
@@ -23,11 +24,16 @@ from choros.parallel.identical import are_identical
 from choros.parallel.structure import map_structure
 from choros.training import distributed_optimizer
 from choros.training.absent_rows import step_without_rows
-from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of
+from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of, trained_by
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.evaluation import Evaluation
 from choros.training.files import complete_files
-from choros.training.keras_internals.fit import epochs_of_any_length, finish_step, first_epoch_without_batches
+from choros.training.keras_internals.fit import (
+    JAX_STATE,
+    epochs_of_any_length,
+    finish_step,
+    first_epoch_without_batches,
+)
 from choros.training.keras_internals.models import (
     apply_count,
     layers_of,
@@ -35,7 +41,6 @@ from choros.training.keras_internals.models import (
     optimizers_of,
     own_methods,
     statistics_of,
-    trained_variables,
 )
 from choros.training.metrics import watch
 from choros.training.normalization import is_synchronized, synchronizing_call
@@ -125,6 +130,7 @@ class Steps:
         self._reducers = [reducer for each in self.optimizers if (reducer := reducer_of(each)) is not None]
         for number, reducer in enumerate(self._reducers, start=1):
             reducer.name = f"optimizer {number}" if number > 1 else ""
+            reducer.model = weakref.ref(model)
         if len({reducer.reducer.config.process_set for reducer in self._reducers}) > 1:
             raise ConfigError(
                 f"the optimizers of the model {model.name!r} have different process sets, but ranks make a training "
@@ -205,6 +211,15 @@ class Steps:
             count = apply_count(optimizer)
             count.assign(count - reducer.reducer.forget_accumulated())
 
+    def cut_anew(self, *, joins: bool = False) -> None:
+        """Cuts slices of optimizers' state for the ranks that there are now, if ranks were lost in the last update, or
+        one ``joins``; all ranks call it together, or have joined.
+        """
+        for optimizer, reducer in zip(self.optimizers, self._reducers, strict=True):
+            slices = reducer.slices
+            if slices is not None and (joins or slices.seen != slices.holders.members):
+                distributed_optimizer.cut_anew(optimizer, self._model)
+
     def join(self) -> None:
         """Participates in the training steps of the ranks that still have batches, until no rank has any."""
         if self.is_spmd:
@@ -230,7 +245,7 @@ class Steps:
     def _assigned_together(self) -> list[Any]:
         """The untrained weights to which all ranks' steps assign the same values, such as a teacher's."""
         others = {id(each) for each in self._assigned_alone}
-        others |= {id(each) for optimizer in self.optimizers for each in trained_variables(optimizer)}
+        others |= {id(each) for optimizer in self.optimizers for each in trained_by(optimizer)}
         others |= {id(each) for reducer in self._reducers for each in reducer.local}
         return [each for each in self._model.weights if id(each) not in others]
 
@@ -251,6 +266,12 @@ class Steps:
             own["exchanges"] = lambda: self.evaluation.is_running
         return ModelStep(examples, weighted=weighted, decided=self._decided, **own, **batch)
 
+    def _meet(self, state: Any) -> None:
+        """On JAX, where ranks that have slices of the optimizer's state wait for one that saves alone."""
+        for optimizer, reducer in zip(self.optimizers, self._reducers, strict=True):
+            if reducer.state is not None and optimizer is self._model.optimizer:
+                reducer.state.meet(optimizer, state[JAX_STATE.index("optimizer_variables")])
+
     def _wrap(self, kind: str) -> None:
         """Wraps ``train_step(data)``, ``train_step(state, data)`` on JAX, or ``test_step``."""
         model, name = self._model, f"{kind}_step"
@@ -267,6 +288,8 @@ class Steps:
                 page.note_compiling()
             if kind == "train" and self.epochs is not None and keras.backend.backend() == "tensorflow":
                 args = (*args[:-1], _of_any_size(args[-1]))
+            if kind == "train" and keras.backend.backend() == "jax":
+                self._meet(args[0])
             rows = _rows(args[-1], parts=bool(own_names) and rows_differ())
             known = frozenset(rows if all(isinstance(each, int) for each in rows) else ())
             examples = rows[0] if len(rows) == 1 else max(known, default=None) or keras.ops.max(rows)

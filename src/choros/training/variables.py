@@ -1,7 +1,9 @@
 """What ranks do with variables: broadcast them from one to the others, and aggregate what replicas assign to them."""
 
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,27 @@ from choros.comm.request import CollectiveSpec
 from choros.comm.transfers import sum_numbers
 from choros.parallel.ops import broadcast_arrays
 
+#: The attribute of a variable of which each rank has its own part: the ``WholeState`` that it is of.
+OF_SLICE = "_choros_of_slice"
+
+
+_building = threading.local()
+
+
+@contextmanager
+def building_slices() -> Iterator[None]:
+    """A context in which variables are created that other ranks do not have."""
+    _building.now = True
+    try:
+        yield
+    finally:
+        _building.now = False
+
+
+def builds_slices() -> bool:
+    """Whether a variable that is created in this thread now is one that other ranks do not have."""
+    return getattr(_building, "now", False)
+
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
     """Overwrites every rank's ``variables`` with those of ``root_rank``, now or in each run of a compiled function.
@@ -21,7 +44,8 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
 
     Args:
         variables: Keras variables (``model.weights``, ``optimizer.variables``), or variables of a framework
-            that have ``assign`` or are torch tensors; the same list on every rank.
+            that have ``assign`` or are torch tensors; the same list on every rank, but for an optimizer's state of
+            which each rank has a slice: it stays, unless the root was given a whole one.
         root_rank: a global rank.
         process_set: the ranks that participate.
 
@@ -47,7 +71,10 @@ def broadcast_updates(
     communicator = process_set.communicator
     if communicator.size == 1:
         return []
-    variables = list(variables)
+    for state in dict.fromkeys(getattr(variable, OF_SLICE, None) for variable in variables):
+        if state is not None:
+            state.receive(root_rank)
+    variables = [variable for variable in variables if not hasattr(variable, OF_SLICE)]
     # Not the variables' own names: they may differ on a rank that loaded its model from disk.
     names = [f"variable {index} of {len(variables)}" for index in range(len(variables))]
     values = [value_of(variable) for variable in variables]

@@ -1,6 +1,7 @@
 """Keras' ``fit``: by choros, plain, with ``keras.distribution`` and with ``tf.distribute.MirroredStrategy``."""
 
 import os
+from functools import partial
 from typing import Any
 
 import keras
@@ -9,16 +10,18 @@ from choros.bench.channel import Prepare, Task, serve_one_of
 from choros.bench.processes.models import compiled, fit_task
 
 
-def choros() -> Prepare:
+def choros(shard_state: str = "") -> Prepare:
     """Trains on the ranks of the job, with the distributed optimizer and choros' callbacks."""
     import choros.keras as hvd
+
+    distributed = partial(hvd.DistributedOptimizer, shard_state=bool(shard_state))
 
     hvd.init()
     hvd.pin_device()
 
     def prepare(case: Any) -> Task:
         keras.utils.clear_session()
-        model = compiled(case.model, hvd.DistributedOptimizer)
+        model = compiled(case.model, distributed)
         # Weights are broadcast once per training, which consists of many calls of fit here.
         fit_task(model, case, case.batch, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]).run(1)
         return fit_task(model, case, case.batch, [hvd.callbacks.MetricAverageCallback(), hvd.callbacks.Throughput()])

@@ -222,6 +222,10 @@ class MpiCommunicator(Communicator):
             self._comm.Allgatherv(send, (received, counts))
         return received
 
+    def _allgather_into(self, buffer: NDArray[np.uint8], counts: Sequence[int]) -> None:
+        with _translated("allgather"):
+            self._comm.Allgatherv(MPI.IN_PLACE, (buffer, counts))
+
     def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
         with _translated("broadcast"):
             for start in range(0, buffer.size, _MESSAGE_BYTES):

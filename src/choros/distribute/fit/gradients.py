@@ -15,9 +15,10 @@ from choros.distribute.scope import current_replica, in_fit
 from choros.distribute.types import ReduceOp
 from choros.errors import StrategyError
 from choros.parallel.reduce.plan import ReduceConfig
+from choros.training.accumulation import accumulation_steps
 from choros.training.distributed_optimizer import reducer_of, wrap
 from choros.training.keras_internals.models import global_seed_generator, innermost
-from choros.training.optimizer_reducer import OptimizerReducer, accumulation_steps, placed
+from choros.training.optimizer_reducer import OptimizerReducer, placed
 from choros.training.random_numbers import draw_by_replica
 from choros.training.trainer import spans_ranks
 
@@ -27,10 +28,12 @@ _ADVICE = (
 )
 
 
-def distribute_optimizer(optimizer: Any, replicas: Replicas, state_owner: int | None = None) -> None:
+def distribute_optimizer(
+    optimizer: Any, replicas: Replicas, state_owner: int | None = None, shard_state: bool | None = None
+) -> None:
     """Patches ``optimizer``, once, to reduce the replicas' gradients; its ``__init__`` may not have returned yet.
     Processes use the gradient reducer, devices of one process their compiled step; ``state_owner`` is the only
-    process that keeps state and applies updates.
+    process that keeps state and applies updates; with ``shard_state`` each has a slice.
     """
     if reducer_of(optimizer) is not None:
         return
@@ -44,7 +47,12 @@ def distribute_optimizer(optimizer: Any, replicas: Replicas, state_owner: int | 
 
     of_devices = sum_over_devices if replicas.local_count > 1 else None
     reducer = OptimizerReducer(
-        configure, op=_op_here, sum_over_devices=of_devices, state_owner=state_owner, advice=_ADVICE
+        configure,
+        op=_op_here,
+        sum_over_devices=of_devices,
+        state_owner=state_owner,
+        shard_state=shard_state,
+        advice=_ADVICE,
     )
     wrap(optimizer, reducer)
 

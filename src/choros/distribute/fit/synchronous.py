@@ -67,6 +67,7 @@ from choros.training.metrics import flat_results, global_result, global_results,
 from choros.training.random_numbers import draw_by_rank
 from choros.training.run_callback import RunCallback
 from choros.training.trainer import attach
+from choros.training.variables import builds_slices
 
 _log = logging.getLogger("choros")
 #: Callbacks of Keras that write files or send messages, which only one process must do.
@@ -75,13 +76,16 @@ _WRITERS = ("TensorBoard", "CSVLogger", "RemoteMonitor")
 
 @final
 class SynchronousTraining(Training):
-    """Synchronous training by all processes; ``state_owner`` alone keeps optimizers' state, ``None``: all do."""
+    """Synchronous training by all processes; ``state_owner`` alone keeps optimizers' state, ``None``: all do, with
+    ``shard_state`` a slice of it.
+    """
 
     follows_run = True
 
-    def __init__(self, replicas: Replicas, state_owner: int | None = None) -> None:
+    def __init__(self, replicas: Replicas, state_owner: int | None = None, shard_state: bool | None = None) -> None:
         self._replicas = replicas
         self._state_owner = state_owner
+        self._shard_state = shard_state
         hand_over_arrays()
 
     def variable_created(self, variable: Any) -> None:
@@ -91,6 +95,8 @@ class SynchronousTraining(Training):
         if self._replicas.count == 1:
             return
         follow_aggregation(variable)
+        if builds_slices():  # they are different on each process
+            return
         by_metric = variable.synchronization == "on_read" and not aggregates(variable)
         if in_fit() or by_metric or not has_value(variable):
             return
@@ -110,7 +116,7 @@ class SynchronousTraining(Training):
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Patches the optimizer to reduce the replicas' gradients."""
-        distribute_optimizer(optimizer, self._replicas, self._state_owner)
+        distribute_optimizer(optimizer, self._replicas, self._state_owner, self._shard_state)
         for variable in own_variables(optimizer):
             release(variable)
 
@@ -137,7 +143,7 @@ class SynchronousTraining(Training):
         """Compiles the model, and patches its optimizer if it was created outside of the scope."""
         call.run()
         if model.optimizer is not None:  # a step of its own may have others
-            distribute_optimizer(model.optimizer, self._replicas, self._state_owner)
+            distribute_optimizer(model.optimizer, self._replicas, self._state_owner, self._shard_state)
 
     def fit(self, model: Any, call: KerasCall) -> Any:
         """Trains on this process's rows of each global batch."""

@@ -111,6 +111,9 @@ def met_shutdown(traceback: str) -> bool:
 #: What a rank says when it ends because of a silent host: see ``comm/other_hosts.py``.
 _UNREACHABLE = re.compile(r"the host \S+ of ranks? ([\d, ]+) cannot be reached")
 
+#: And because of slices of an optimizer's state that no rank has any more: see ``parallel/reduce/slices.py``.
+_SLICE_LOST = re.compile(r"ranks (\d+) and (\d+) at the start of the job were both lost, and with them a slice")
+
 
 def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
     """Returns what the job has lost, without which it can be started again; ``None``: its outcome stands.
@@ -118,13 +121,20 @@ def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
     """
     elastic, ends = job_end.elastic, list(job_end.exits.values())
     started = len(job_end.started) >= job_end.size and not job_end.unconnected
-    if elastic is None or job_end.preempted or aborted_by_mpi(job_end.messages):
+    if elastic is None or job_end.preempted:
         return None
     if job_end.reason not in (None, Reason.TOO_FEW, Reason.LOST, Reason.START_TIMEOUT) and not job_end.unconnected:
         return None
+    failed = [end for end in job_end.failures if end.code not in (PREEMPTED, PeerLostError.exit_code)]
+    owners = next(filter(None, map(_owners_of_lost_slice, job_end.failures)), None)
+    if owners and started and job_end.size - len({end.rank for end in failed}) >= elastic.least:
+        # The others have ended themselves; MPI ends a new rank that waits for them.
+        what = _of(job_end, owners, "lost, and with them a slice of the optimizer's state and its copy")
+        return JobLoss(what, started=started)
+    if aborted_by_mpi(job_end.messages):
+        return None
     if not started and VARIABLES["restarts"].name not in job.environment:
         return None
-    failed = [end for end in job_end.failures if end.code not in (PREEMPTED, PeerLostError.exit_code)]
     if len(job_end.members) - len(failed) < elastic.least:
         return None
     gone = lost_hosts(job_end.messages)
@@ -180,7 +190,16 @@ def _names(job_end: JobEnd, job: Job) -> dict[str, str]:
     return names
 
 
+def _owners_of_lost_slice(end: Exit) -> list[int]:
+    said = _SLICE_LOST.search(_text_of(end))
+    return sorted(map(int, said.groups())) if said is not None else []
+
+
+def _text_of(end: Exit) -> str:
+    return end.traceback or end.shown or end.tail
+
+
 def _unreachable(end: Exit, job_end: JobEnd) -> set[str]:
-    said = _UNREACHABLE.search(end.traceback or end.shown or end.tail)
+    said = _UNREACHABLE.search(_text_of(end))
     ranks = [int(rank) for rank in said[1].split(",")] if said is not None else []
     return {job_end.started[rank].host for rank in ranks if rank in job_end.started}

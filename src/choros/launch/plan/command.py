@@ -60,7 +60,8 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
     forward = [] if one_host else forwarded(full)
     listens = bool(mpirun.implementation.mca)  # for ranks and for daemons on other hosts, even if there are none
     gated = one_host and listens and sys.platform.startswith("linux")
-    argv = [mpirun.path, *mpirun.implementation.arguments(job, session, root, forward)]
+    silence = VARIABLES["unreachable_seconds"].read(full)
+    argv = [mpirun.path, *mpirun.implementation.arguments(job, session, root, forward, silence)]
     argv += [sys.executable, *_WRAPPER, str(replace(_options(job), gated=gated)), *job.command]
     return Command(tuple(argv), full, one_host, gate=session if gated else "")
 

@@ -13,9 +13,9 @@ _OPEN_MPI_SIGNALS = {STACKS: STACKS, **{meaning: sent for sent, meaning in SIGNA
 #: MPICH and its derivatives, MVAPICH and ParaStation, forward neither SIGUSR2, SIGABRT nor SIGURG, only SIGUSR1 and
 #: SIGALRM: so SIGINT and SIGTERM both reach the ranks as SIGINT, and mpirun ends the wrappers itself.
 _HYDRA_SIGNALS = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGINT: signal.SIGALRM, signal.SIGTERM: signal.SIGALRM}
-#: Open MPI's daemons detect a lost connection when they have not been answered for three to four seconds; by default,
-#: after eight minutes.
-_KEEPALIVE = {"oob_tcp_keepalive_time": "1", "oob_tcp_keepalive_intvl": "1", "oob_tcp_keepalive_probes": "3"}
+#: Open MPI's daemons ask a silent host each second; by default, they notice a lost connection after eight minutes.
+_KEEPALIVE = {"oob_tcp_keepalive_time": "1", "oob_tcp_keepalive_intvl": "1"}
+_FEWEST_QUESTIONS = 3
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ class MpiImplementation:
     forwarding: tuple[str, ...] = ()
     surviving: tuple[str, ...] = ()
 
-    def arguments(self, job: Job, session: str, root: bool, forward: list[str]) -> list[str]:
-        """Returns the arguments between ``mpirun`` and the command; ``session``: directory for mpirun's own files."""
+    def arguments(self, job: Job, session: str, root: bool, forward: list[str], silence: float) -> list[str]:
+        """Returns the arguments between ``mpirun`` and the command; ``session``: directory for mpirun's own files;
+        ``silence``: the seconds without an answer after which a host counts as lost."""
         mapping = job.binding_args or self.mapping
         if not self.mca:
             return [*mapping, *_hydra_arguments(job, forward)]
@@ -46,7 +47,8 @@ class MpiImplementation:
         arguments += [*mapping, self.mca, self.directory, session, *self.forwarding]
         if job.remote:
             arguments += [self.mca, self.agent, " ".join(job.ssh.argv())]
-            arguments += [text for name, value in _KEEPALIVE.items() for text in (self.mca, name, value)]
+            asking = {**_KEEPALIVE, "oob_tcp_keepalive_probes": str(max(_FEWEST_QUESTIONS, round(silence)))}
+            arguments += [text for name, value in asking.items() for text in (self.mca, name, value)]
         if job.network_interfaces:
             interfaces = ",".join(job.network_interfaces)
             if job.remote or not all(map(_is_loopback, job.network_interfaces)):  # daemons refuse loopback alone

@@ -32,15 +32,48 @@ from choros.parallel.reduce.exchange import Array, Exchange
 DType = np.dtype[np.generic]
 #: A host array, a tensor on a device or ``SparseRows``.
 Gradient: TypeAlias = Any
+#: The items of a flat array that each rank owns: the first one, and the one after the last.
+Ranges = tuple[tuple[int, int], ...]
+
+
+class SliceLayout(NamedTuple):
+    """What ranks agree on about a gradient of which each receives its own items: see ``slices.py``."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    ranges: Ranges
+
+    def items(self, rank: int) -> int:
+        """The number of items of ``rank``."""
+        start, stop = self.ranges[rank]
+        return stop - start
+
+    def __str__(self) -> str:
+        items = [stop - start for start, stop in self.ranges]
+        return f"{self.dtype}{list(self.shape)} in slices of {', '.join(map(str, items))}"
 
 
 class RowsLayout(NamedTuple):
-    """What ranks agree on about a sparse gradient; ``repeats``: a row of several ranks stays several rows."""
+    """What ranks agree on about a sparse gradient; ``repeats``: a row of several ranks stays several rows. Each rank
+    receives its own rows, if ``ranges`` says which items these have.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
     index_dtype: DType
     repeats: bool = True
+    ranges: Ranges = ()
+
+    def items(self, rank: int) -> int:
+        """The number of items of ``rank``."""
+        start, stop = self.ranges[rank]
+        return stop - start
+
+    def of_rank(self, rank: int) -> RowsLayout:
+        """The layout of what ``rank`` receives."""
+        if not self.ranges:
+            return self
+        return self._replace(shape=(self.items(rank) // math.prod(self.shape[1:]), *self.shape[1:]), ranges=())
 
     def rows(self, count: int) -> SparseRows:
         """Returns this many rows, uninitialised."""
@@ -94,7 +127,7 @@ class SparseRows:
 
 
 #: For each gradient its shape and dtype, and for a sparse one the dtype of its indices.
-GradientLayout = tuple[tuple[tuple[int, ...], DType] | RowsLayout, ...]
+GradientLayout = tuple[tuple[tuple[int, ...], DType] | SliceLayout | RowsLayout, ...]
 
 
 def layout_of(gradients: Sequence[Any]) -> GradientLayout:
@@ -110,7 +143,9 @@ def layout_of(gradients: Sequence[Any]) -> GradientLayout:
 
 def describe(layout: GradientLayout) -> str:
     """Returns ``layout`` as text, for errors."""
-    return ", ".join(str(each) if isinstance(each, RowsLayout) else f"{each[1]}{list(each[0])}" for each in layout)
+    return ", ".join(
+        str(each) if isinstance(each, SliceLayout | RowsLayout) else f"{each[1]}{list(each[0])}" for each in layout
+    )
 
 
 def zeros_like(gradient: Any) -> Any:
@@ -118,9 +153,14 @@ def zeros_like(gradient: Any) -> Any:
     return gradient.layout.rows(0) if isinstance(gradient, SparseRows) else adapter_of(gradient).zeros_like(gradient)
 
 
-def zeros_of(layout: GradientLayout) -> list[Gradient]:
-    """Returns zeros of ``layout``, in host memory."""
-    return [each.rows(0) if isinstance(each, RowsLayout) else np.zeros(*each) for each in layout]
+def zeros_of(layout: GradientLayout, rank: int) -> list[Gradient]:
+    """Returns zeros of what ``rank`` receives of ``layout``, in host memory."""
+    return [
+        each.of_rank(rank).rows(0)
+        if isinstance(each, RowsLayout)
+        else np.zeros(each.items(rank) if isinstance(each, SliceLayout) else each[0], each[1])
+        for each in layout
+    ]
 
 
 def _dtype(array: Any) -> DType:

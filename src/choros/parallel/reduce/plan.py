@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,7 +16,8 @@ from choros.parallel.compression.compressor import Float16, NoCompression
 from choros.parallel.compression.sliced import Bfloat16
 from choros.parallel.reduce.device import DeviceExchange, TensorDevice
 from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
-from choros.parallel.reduce.gradients import GradientLayout, RowsExchange, RowsLayout, describe
+from choros.parallel.reduce.gradients import GradientLayout, Ranges, RowsExchange, RowsLayout, describe
+from choros.parallel.reduce.slices import OwnItemsExchange, ScatterExchange
 from choros.settings import VARIABLES, current
 
 #: The size of buckets that are sent during the backward pass: large enough that passing one to another thread costs
@@ -136,6 +137,7 @@ class Plan:
     early: Request
     scales_late: bool
     measures: bool
+    sliced: bool
 
 
 def plan_for(config: ReduceConfig, name: str, layout: GradientLayout, compares: tuple[int, str]) -> Plan:
@@ -151,7 +153,10 @@ def plan_for(config: ReduceConfig, name: str, layout: GradientLayout, compares: 
     if every := current().noise_scale:
         counts += f", noise scale every {every} steps"
     arguments = f"{scales}, {counts}: {describe(layout)}; sent as {sent}"
-    explain = None if config.compressor.shares_state else functools.partial(_explain, config, name, layout)
+    sliced = any(map(_ranges_of, layout))
+    # A rank that has no optimizer cannot take part where each makes the updates of its slice.
+    known = config.compressor.shares_state or sliced
+    explain = None if known else functools.partial(_explain, config, name, layout)
     step, first_bucket, micro_batch, early = (
         Request(each, arguments, name, explain=explain)
         for each in ("gradients", "gradients in buckets", "micro-batch", "gradients of micro-batches")
@@ -161,9 +166,9 @@ def plan_for(config: ReduceConfig, name: str, layout: GradientLayout, compares: 
     late = fits and isinstance(config.compressor, NoCompression)
     # Others leave out parts of gradients, or send them later.
     whole = isinstance(config.compressor, NoCompression | Float16 | Bfloat16)
-    measures = config.of_rows and whole and all(each[1].kind != "c" for each in layout)
+    measures = config.of_rows and whole and not sliced and all(each[1].kind != "c" for each in layout)
     return Plan(
-        config, layout, communicator, buckets, exchanges, step, first_bucket, micro_batch, early, late, measures
+        config, layout, communicator, buckets, exchanges, step, first_bucket, micro_batch, early, late, measures, sliced
     )
 
 
@@ -188,17 +193,29 @@ def _exchange_for(
             return config.compressor.exchange(communicator, part, together)
         return DeviceExchange(communicator, part, together, config.compressor.wire_dtype, config.device)
 
-    rows = {index: each for index in indices if isinstance(each := layout[index], RowsLayout)}
-    if not rows:
-        return dense_exchange(indices)
+    def slice_exchange(sliced: Sequence[int]) -> Exchange:
+        part: list[Any] = [layout[index] for index in sliced]
+        if config.device is None and isinstance(config.compressor, NoCompression | Float16):
+            return ScatterExchange(communicator, part, config.compressor.wire_dtype)
+        return OwnItemsExchange(dense_exchange(sliced), part, communicator.rank)
+
+    def row_exchange(sparse: Sequence[int]) -> Exchange:
+        part: list[Any] = [layout[index] for index in sparse]
+        exchange = RowsExchange(communicator, part, config.compressor.row_dtype)
+        return OwnItemsExchange(exchange, part, communicator.rank) if part[0].ranges else exchange
+
+    kinds: dict[Callable[[Sequence[int]], Exchange], list[int]] = {}
+    for index in indices:
+        each = layout[index]
+        sparse, ranges = isinstance(each, RowsLayout), _ranges_of(each)
+        kinds.setdefault(row_exchange if sparse else slice_exchange if ranges else dense_exchange, []).append(index)
+    if len(kinds) == 1:
+        ((exchange_of, _),) = kinds.items()
+        return exchange_of(indices)
     positions = {index: position for position, index in enumerate(indices)}
-    dense = [index for index in indices if index not in rows]
-    parts: list[tuple[list[int], Exchange]] = [
-        (
-            [positions[index] for index in rows],
-            RowsExchange(communicator, list(rows.values()), config.compressor.row_dtype),
-        )
-    ]
-    if dense:
-        parts.insert(0, ([positions[index] for index in dense], dense_exchange(dense)))
-    return SplitExchange(parts)
+    order = [each for each in (dense_exchange, slice_exchange, row_exchange) if each in kinds]
+    return SplitExchange([([positions[index] for index in kinds[each]], each(kinds[each])) for each in order])
+
+
+def _ranges_of(each: Any) -> Ranges:
+    return getattr(each, "ranges", ())

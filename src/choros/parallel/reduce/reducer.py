@@ -157,7 +157,8 @@ class GradientReducer:
         out: Sequence[Array] | None = None,
     ) -> list[Gradient]:
         """Reduces this step's gradients of the mean loss of this rank's batch; zeros before its last micro-batch. Then
-        the *sum* over micro-batches, as the optimizer divides by their number; *times* that unless it averages.
+        the *sum* over micro-batches, as the optimizer divides by their number; *times* that unless it averages. Of a
+        ``SliceLayout``, and of rows that have ``ranges``, it returns this rank's items.
         Results may be written to ``out``: not ``gradients`` themselves, if this ``may_repeat``.
         """
         kinds = layout_of(gradients) if layout is None else layout
@@ -174,6 +175,8 @@ class GradientReducer:
             if own is not None:
                 self._progress = self._progress.adding(plan.layout, own, self._weight)
             communicator.when_settled(self._settle)
+            if plan.sliced:
+                return zeros_of(plan.layout, communicator.rank)
             return [zeros_like(gradient) for gradient in gradients]
 
         if communicator.elastic:
@@ -276,7 +279,7 @@ class GradientReducer:
 
         def accumulate(counts: Sequence[int], layout: GradientLayout) -> None:
             begin(counts, layout, exchange=False).communicator.when_settled(self._settle)
-            update(zeros_of(layout))
+            update(zeros_of(layout, self.config.process_set.communicator.rank))
 
         def exchange(counts: Sequence[int], layout: GradientLayout) -> None:
             update(self._exchange(begin(counts, layout), None))

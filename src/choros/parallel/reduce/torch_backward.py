@@ -34,7 +34,16 @@ from choros.comm import ProcessSet, Reduction, Request, Work, global_process_set
 from choros.errors import ConfigError, EngineError
 from choros.parallel.identical import Comparison, check_identical
 from choros.parallel.reduce.exchange import Array
-from choros.parallel.reduce.gradients import GradientLayout, RowsLayout, SparseRows, describe
+from choros.parallel.reduce.gradients import (
+    Gradient,
+    GradientLayout,
+    Ranges,
+    RowsLayout,
+    SliceLayout,
+    SparseRows,
+    describe,
+    layout_of,
+)
 from choros.parallel.reduce.reducer import GradientReducer
 
 
@@ -61,10 +70,11 @@ class BackwardExchange:
         micro_batches: int = 1,
         gathers_rows: bool = False,
         examples: Callable[[], int | None] = lambda: 1,
+        ranges: Callable[[Any], Ranges] | None = None,
     ) -> None:
         """Registers hooks on ``parameters``, leaves of the autograd graph in the same order on all ranks. Sparse
         gradients are reduced as dense ones unless ``gathers_rows``. Where ``examples()`` is ``None``, the pass is no
-        training step.
+        training step. ``ranges`` says how the gradient of a parameter is divided, for ``scatter``.
         """
         self.reducer = reducer
         self._overlap = overlap
@@ -72,6 +82,7 @@ class BackwardExchange:
         self.micro_batches = micro_batches
         self._gathers_rows = gathers_rows
         self._examples = examples
+        self._ranges = ranges
         self._adapter = framework_adapter("torch")
         self._lock = threading.Lock()  # Autograd runs hooks in one thread per device.
         self._hooks: list[Any] = []
@@ -86,14 +97,29 @@ class BackwardExchange:
 
     def reduce(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Returns the reduced gradients, ``None`` as zeros; to other parameters hooks move, and sent buckets go."""
-        if [id(parameter) for parameter in parameters] != self._ids:
-            if self._step.works:
-                self._finish([parameter.grad for parameter in self._parameters])
-            self._register(parameters)
+        self._follow(parameters)
         results = self._finish(gradients)
         on_device = self.reducer.config.device is not None
         triples = zip(results, parameters, gradients, strict=True)
         return [_tensor_of(*each, on_device=on_device) for each in triples]
+
+    def scatter(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        """As ``reduce``, but returns this rank's items only, flat; of sparse gradients the rows that have these."""
+        self._follow(parameters)
+        return self.items_of(self._finish(gradients, divided=True))
+
+    def items_of(self, results: Sequence[Gradient]) -> list[Any]:
+        """Returns as tensors what the reducer returns of the gradients that ``scatter`` divides."""
+        on_device = self.reducer.config.device is not None
+        pairs = zip(results, self._parameters, strict=True)
+        return [_tensor_of(result, parameter, None, on_device=on_device) for result, parameter in pairs]
+
+    def _follow(self, parameters: Sequence[Any]) -> None:
+        """Moves the hooks to other parameters, once the buckets that are being sent are reduced."""
+        if [id(parameter) for parameter in parameters] != self._ids:
+            if self._step.works:
+                self._finish([parameter.grad for parameter in self._parameters])
+            self._register(parameters)
 
     def abandon(self) -> None:
         """Forgets the gradients computed since the last reduction, after waiting for buckets that are being sent."""
@@ -103,14 +129,26 @@ class BackwardExchange:
             with suppress(EngineError):  # this is why they are abandoned
                 work.wait()
 
-    def participate(self, parts: dict[Request, Callable[[Sequence[int]], None]]) -> None:
-        """Adds to ``parts`` how this rank participates without gradients: see ``joining.join``."""
-        parts |= self.reducer.participation(self._layout)
+    def participate(
+        self,
+        parts: dict[Request, Callable[[Sequence[int]], None]],
+        on_update: Callable[[list[Gradient]], None] | None = None,
+    ) -> None:
+        """Adds to ``parts`` how this rank participates without gradients: see ``joining.join``. ``on_update`` is called
+        with what the reducer returns.
+        """
+
+        def participate() -> None:
+            if self._ranges is not None:
+                self.reducer.plan(self._divided(self._layout))
+            parts.update(self.reducer.participation(self._layout, on_update))
+
+        participate()
         if not self._kinds_known:
 
             def learn(ranks_have_sparse: Sequence[int]) -> None:
                 self._learn_kinds(ranks_have_sparse, [False] * len(self._parameters))
-                parts.update(self.reducer.participation(self._layout))
+                participate()
 
             parts[self._kinds] = learn
 
@@ -138,6 +176,14 @@ class BackwardExchange:
         self._layout = layout
         self._buckets = self.reducer.plan(layout)
         self._bucket_of = {index: bucket for bucket, indices in enumerate(self._buckets) for index in indices}
+
+    def _divided(self, layout: GradientLayout) -> GradientLayout:
+        """Returns ``layout`` as that of gradients of which each rank receives its items."""
+        ranges = [self._ranges(parameter) if self._ranges else () for parameter in self._parameters]
+        return tuple(
+            each._replace(ranges=own) if isinstance(each, RowsLayout) else SliceLayout(each[0], each[1], own)
+            for each, own in zip(layout, ranges, strict=True)
+        )
 
     def _new_step(self) -> _Step:
         return _Step([0] * len(self._parameters), [len(indices) for indices in self._buckets])
@@ -184,14 +230,18 @@ class BackwardExchange:
             previous.wait()  # It has ended; its error is raised here, too.
         return self.reducer.send(bucket, gradients, examples=examples)
 
-    def _finish(self, gradients: Sequence[Any]) -> list[Array]:
-        """Sends the remaining gradients and waits for all buckets."""
+    def _finish(self, gradients: Sequence[Any], *, divided: bool = False) -> list[Array]:
+        """Sends the remaining gradients and waits for all buckets; ``divided``: there is one, for ``scatter``."""
         complete = self._step.complete.items()
         changed = any(gradients[index] is not old or old._version != version for index, (old, version) in complete)
         if not self._kinds_known:
             self._agree_on_kinds(gradients)
         try:
-            results = self._finish_buckets(gradients) if self._overlap else self._reduce_at_once(gradients)
+            if divided:
+                own = [self._reducible(index, gradient) for index, gradient in enumerate(gradients)]
+                results = self.reducer.reduce(own, examples=self._examples() or 1, layout=self._divided(layout_of(own)))
+            else:
+                results = self._finish_buckets(gradients) if self._overlap else self._reduce_at_once(gradients)
         finally:
             self._step = self._new_step()
         if changed:

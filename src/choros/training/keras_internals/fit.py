@@ -227,3 +227,9 @@ def sync_jax_state(model: Any) -> None:
     """On JAX, in ``fit``: gives the model its values; Keras reads them again before its next step."""
     if keras.backend.backend() == "jax":
         model.jax_state_sync()
+
+
+def drop_jax_state(model: Any) -> None:
+    """On JAX: forgets the values of a step that has failed, as the model's variables are given others."""
+    if keras.backend.backend() == "jax":
+        model._jax_state, model._jax_state_synced = None, True

@@ -104,10 +104,47 @@ def exclude_from_weight_decay(optimizer: Any, variables: Iterable[Any]) -> None:
     optimizer._exclude_from_weight_decay = {optimizer._var_key(variable) for variable in variables}
 
 
-def export_like(derived: type, base: type) -> None:
-    """Registers ``derived`` under the public name of ``base``, by which Keras finds a class when it loads a file."""
-    if (public_name := api_export.REGISTERED_OBJS_TO_NAMES.get(base)) is not None:
-        api_export.REGISTERED_OBJS_TO_NAMES[derived] = public_name
+def update_if_finite(optimizer: Any, finite: Any, state: Any, gradients: Any, values: Any) -> tuple[Any, Any]:
+    """The new values and state of a ``LossScaleOptimizer`` whose gradients are, or are not, ``finite``: the rest of its
+    public ``stateless_apply``, also outside of compiled functions.
+    """
+
+    def update() -> tuple[Any, Any]:
+        updated, new_state = optimizer._stateless_handle_finite_grads(state, gradients, values)
+        return list(updated), list(new_state)
+
+    def skip() -> tuple[Any, Any]:
+        updated, new_state = optimizer._stateless_handle_non_finite_grads(state, values)
+        return list(updated), list(new_state)
+
+    import jax
+
+    if isinstance(finite, jax.core.Tracer):
+        result: tuple[Any, Any] = keras.ops.cond(finite, update, skip)
+        return result
+    return update() if finite else skip()
+
+
+_derived_classes: dict[tuple[type, type], type] = {}
+
+
+def derive(base: type, behaviour: type) -> type:
+    """The subclass of ``base``, overridden by the mixin ``behaviour``, that is saved as ``base``; created only once."""
+    derived = _derived_classes.get((base, behaviour))
+    if derived is None:
+        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        derived = _derived_classes[base, behaviour] = type(base.__name__, (behaviour, base), namespace)
+        # Under its public name Keras finds a class when it loads a file.
+        if (public_name := api_export.REGISTERED_OBJS_TO_NAMES.get(base)) is not None:
+            api_export.REGISTERED_OBJS_TO_NAMES[derived] = public_name
+    return derived
+
+
+def underived(kind: type) -> type:
+    """The class of which ``derive`` has made ``kind``; any other class itself."""
+    while kind in _derived_classes.values():
+        kind = kind.__bases__[1]
+    return kind
 
 
 # models, layers, metrics, variables -------------------------------------------------------------

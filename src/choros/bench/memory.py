@@ -1,0 +1,154 @@
+"""``choros bench memory``: what ranks need at most without and with ``shard_state``, its rows and table.
+
+One job after the other: memory that processes have at the same time would be that of all, not of one.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from choros import durations
+from choros.bench.cases import format_bytes
+from choros.bench.contender import CHOROS, ContenderFailed, LaunchCommand, chorosrun, process
+from choros.bench.figures import format_ranks
+from choros.bench.process_group import reason_in
+from choros.bench.report import Table, grouped
+from choros.launch.processes.process_tree import die_with_parent
+
+#: The layers of the model, the rows of a batch of a rank, and the steps.
+LAYERS, BATCH, STEPS = 25, 8, 4
+#: The least part of the unsharded memory that is expected with Adam on two ranks: 12 of 16 bytes, and some for buffers.
+BOUND = 0.80
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """The memory of the rank that needs most: ``before_bytes``, after ``init`` and the ``fit`` of a tiny model, which
+    imports the rest, and ``peak_bytes``, after training.
+    """
+
+    framework: str
+    shard_state: bool
+    ranks: int
+    parameters: int
+    before_bytes: int
+    peak_bytes: int
+
+    @property
+    def training_bytes(self) -> int:
+        """The peak without what the process needs in any case."""
+        return self.peak_bytes - self.before_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the row of the JSON file."""
+        return {"bench": "memory", "peer": CHOROS, **asdict(self), "training_bytes": self.training_bytes}
+
+
+def width_of(parameters: int, layers: int = LAYERS) -> int:
+    """Returns the width of each of ``layers`` square layers that have about ``parameters`` together.
+
+    >>> width_of(100_000_000)
+    2000
+    """
+    return max(1, round(math.sqrt(parameters / layers)))
+
+
+def measure(framework: str, shard_state: bool, ranks: int, parameters: int) -> MemoryRow:
+    """Trains in a job of its own, and returns what its ranks needed; or raises ``ContenderFailed``."""
+    with tempfile.TemporaryDirectory(prefix="choros-bench-") as directory:
+        words = process("memory", directory, str(parameters), str(LAYERS), str(shard_state))
+        (command,) = chorosrun(ranks, words)
+        _run(command, {"KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"})
+        each = [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
+    most = max(each, key=lambda figures: figures["peak"] - figures["before"])
+    return MemoryRow(framework, shard_state, ranks, most["parameters"], most["before"], most["peak"])
+
+
+def _run(command: LaunchCommand, environ: dict[str, str]) -> None:
+    with subprocess.Popen(
+        command.argv,
+        env={**os.environ, **command.environ, **environ},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    ) as started:
+        try:
+            output, _ = started.communicate(timeout=durations.BENCH_ANSWER)
+        except subprocess.TimeoutExpired as error:
+            started.send_signal(signal.SIGTERM)  # a launcher ends its ranks
+            raise ContenderFailed(str(error)) from error
+        except BaseException:
+            started.send_signal(signal.SIGTERM)
+            raise
+    if started.returncode != 0:
+        raise ContenderFailed(reason_in(output.decode(errors="replace"), f"exit code {started.returncode}"))
+
+
+def measure_all(
+    frameworks: Sequence[str], ranks: int, parameters: int, show_progress: Callable[[str], None]
+) -> tuple[list[MemoryRow], list[str]]:
+    """Returns the rows of all ``frameworks``, and a sentence for each job that failed."""
+    rows: list[MemoryRow] = []
+    failed: list[str] = []
+    for framework in frameworks:
+        for shard_state in (False, True):
+            show_progress(f"{framework}: {_label(shard_state)}")
+            try:
+                rows.append(measure(framework, shard_state, ranks, parameters))
+            except ContenderFailed as failure:
+                failed.append(f"{framework}, {_label(shard_state)}: {failure}")
+    return rows, failed
+
+
+def ratios(rows: Sequence[MemoryRow]) -> tuple[float, float] | None:
+    """Returns what a framework needs with ``shard_state``, divided by what it needs without: of training alone, and of
+    all; ``None`` if one is missing.
+
+    >>> rows = [MemoryRow("jax", False, 2, 25, 100, 300), MemoryRow("jax", True, 2, 25, 100, 250)]
+    >>> [round(ratio, 3) for ratio in ratios(rows)]
+    [0.75, 0.833]
+    """
+    found = {row.shard_state: row for row in rows}
+    if len(found) < 2:
+        return None
+    whole, sliced = found[False], found[True]
+    return sliced.training_bytes / whole.training_bytes, sliced.peak_bytes / whole.peak_bytes
+
+
+def table(rows: Sequence[MemoryRow]) -> Table:
+    """Returns the table of all frameworks, with their ratios as notes."""
+    groups = grouped(rows, lambda row: row.framework)
+    title = f"memory of a rank, {format_ranks(rows[0].ranks)}, {rows[0].parameters / 1e6:.3g} million parameters, Adam"
+    notes = [f"{label}: {_sentence(found)}" for label, group in groups if (found := ratios(group))]
+    notes.append(
+        "before: after imports, init and the fit of a tiny model; peak: after training; training: their difference."
+    )
+    columns = ("", "before", "peak", "training", "a parameter")
+    return Table(title, columns, [(label, [_cells(row) for row in group]) for label, group in groups], notes)
+
+
+def _sentence(found: tuple[float, float]) -> str:
+    training, all_of_it = found
+    verdict = "within" if training <= BOUND else "above"
+    return (
+        f"with shard_state {training:.3f} of the memory of training, {verdict} the bound of {BOUND:.2f} for 2 ranks; "
+        f"{all_of_it:.3f} of the whole process"
+    )
+
+
+def _cells(row: MemoryRow) -> list[str]:
+    sizes = (row.before_bytes, row.peak_bytes, row.training_bytes)
+    return [_label(row.shard_state), *map(format_bytes, sizes), f"{row.training_bytes / row.parameters:.1f} bytes"]
+
+
+def _label(shard_state: bool) -> str:
+    return "with shard_state" if shard_state else "without"

@@ -1,0 +1,215 @@
+"""What an optax transformation needs for the update of an item: this item, its array, or several arrays.
+
+Its functions do not say. So they are traced, as by ``jax.jit``, and the trace is followed: on what does each value
+depend? Two parameters, a and b, of a transformation that clips by the global norm::
+
+    gradients      a, item by item        b, item by item
+    squares        a, item by item        b, item by item
+    sum            a, all of it           b, all of it
+    norm                       a and b                         so the update of a needs b
+
+A second trace has parameters of one item, in as many dimensions: if it is another program, shapes matter.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from choros.errors import ConfigError
+
+#: The primitives of which each item of a result needs the items at its place.
+_BY_ITEM_NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
+    conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
+    is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count pow real
+    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh xor"""
+_BY_ITEM = frozenset(_BY_ITEM_NAMES.split())
+#: Those that call the one function in their parameters with their arguments.
+_CALLS = ("checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2")
+#: Random numbers are drawn for all arrays, in their order.
+_RANDOM = ("random_", "threefry", "rng_")
+
+
+@final
+class Needs(enum.Enum):
+    """What the update of an item depends on."""
+
+    ITEM = "the item"
+    ARRAY = "its array"
+
+
+class _Leaf(NamedTuple):
+    """The arrays that a value depends on; ``by_item``: each item on the items at its place, in a part of an array as
+    in all of it.
+    """
+
+    arrays: frozenset[int]
+    by_item: bool
+
+    def joined(self, other: "_Leaf") -> "_Leaf":
+        return _Leaf(self.arrays | other.arrays, self.by_item and other.by_item)
+
+
+_SAME_EVERYWHERE = _Leaf(frozenset(), by_item=True)
+#: Of no array alone.
+_RANDOM_NUMBERS = _Leaf(frozenset((-1, -2)), by_item=False)
+
+
+class _Differs(Exception):
+    """Two traces are not the same program."""
+
+
+class _Traced(NamedTuple):
+    """``init`` and ``update`` of a transformation, traced for some shapes."""
+
+    init: Any
+    update: Any
+    updates: int
+    states: list[Any]
+
+
+def needs_of(tx: Any, params: Any) -> Needs:
+    """Returns what updates of ``params`` depend on; ``tx`` is not run.
+
+    Raises:
+        ConfigError: an update depends on several arrays, or ``tx`` needs arguments beside gradients and parameters.
+
+    >>> import optax
+    >>> params = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
+    >>> needs_of(optax.adam(0.1), params), needs_of(optax.lamb(0.1), params)
+    (<Needs.ITEM: 'the item'>, <Needs.ARRAY: 'its array'>)
+    """
+    try:
+        whole = _traced(tx, params, lambda shape: shape)
+    except Exception as error:
+        raise ConfigError(
+            "shard_state=True traces the transformation to find out what an update depends on, with parameters and "
+            f"gradients alone, which raised {type(error).__name__}: {error}. Leave shard_state out for transformations "
+            "that need more arguments."
+        ) from error
+    try:
+        updates, states = _followed(whole, _traced(tx, params, lambda shape: (1,) * len(shape)))
+    except Exception:  # noqa: BLE001 - the user's code cannot compute with parts of arrays, or computes something else
+        updates, states = _followed(whole, whole)
+        updates = [each._replace(by_item=False) for each in updates]
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    for index, value in enumerate(updates):
+        _check_alone(value.arrays | {index}, f"the update of {paths[index]}", paths)
+    for value in states:
+        _check_alone(value.arrays, "the transformation's state", paths)
+    return Needs.ITEM if all(value.by_item for value in (*updates, *states)) else Needs.ARRAY
+
+
+def _check_alone(arrays: frozenset[int], what: str, paths: Sequence[str]) -> None:
+    if len(arrays) < 2:
+        return
+    named = "random numbers for all parameters"
+    if min(arrays) >= 0:
+        first, second = (paths[index] for index in sorted(arrays)[:2])
+        named = f"{first} and {second}" if len(arrays) == 2 else f"{first}, {second} and {len(arrays) - 2} more"
+    raise ConfigError(
+        f"shard_state=True: {what} depends on {named}, but each rank has some of the parameters only. Clip by "
+        "choros.jax.clip_by_global_norm() instead of optax's, or leave shard_state out."
+    )
+
+
+def _traced(tx: Any, params: Any, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]]) -> _Traced:
+    def spec(leaf: Any) -> Any:
+        array = jax.eval_shape(jnp.asarray, leaf)
+        return jax.ShapeDtypeStruct(shape_of(array.shape), array.dtype)
+
+    specs = jax.tree.map(spec, params)
+    init, state = jax.make_jaxpr(tx.init, return_shape=True)(specs)
+    update, (updates, _) = jax.make_jaxpr(tx.update, return_shape=True)(specs, state, specs)
+    number = len(jax.tree.leaves(updates))
+    if jax.tree.structure(updates) != jax.tree.structure(specs):
+        raise TypeError("the updates are a tree of another structure than the parameters")
+    return _Traced(init, update, number, [path for path, _ in jax.tree_util.tree_leaves_with_path(state)])
+
+
+def _followed(trace: _Traced, other: _Traced) -> tuple[list[_Leaf], list[_Leaf]]:
+    """Returns what updates and states depend on after any number of steps."""
+    if trace.states != other.states:
+        raise _Differs
+    params = [_Leaf(frozenset((index,)), by_item=True) for index in range(trace.updates)]
+    states = _values(trace.init.jaxpr, other.init.jaxpr, params)
+    while True:
+        results = _values(trace.update.jaxpr, other.update.jaxpr, [*params, *states, *params])
+        updates, after = results[: trace.updates], results[trace.updates :]
+        joined = [before.joined(value) for before, value in zip(states, after, strict=True)]
+        if joined == states:
+            return updates, states
+        states = joined
+
+
+def _values(jaxpr: Any, other: Any, given: Sequence[_Leaf]) -> list[_Leaf]:
+    """Returns the values of the results of a traced function; ``other`` is the same function for other shapes."""
+    if len(jaxpr.eqns) != len(other.eqns):
+        raise _Differs
+    known: dict[Any, _Leaf] = dict(zip(jaxpr.invars, given, strict=True))
+    for constant, its in zip(jaxpr.constvars, other.constvars, strict=True):
+        known[constant] = _Leaf(frozenset(), by_item=constant.aval.shape == its.aval.shape)
+
+    def read(variable: Any, its: Any) -> _Leaf:
+        if not isinstance(variable, Literal):
+            return known[variable]
+        if not isinstance(its, Literal) or repr(variable.val) != repr(its.val):
+            raise _Differs
+        return _SAME_EVERYWHERE
+
+    for step, its in zip(jaxpr.eqns, other.eqns, strict=True):
+        if step.primitive is not its.primitive:
+            raise _Differs
+        arguments = list(map(read, step.invars, its.invars))
+        known.update(zip(step.outvars, _results(step, its, arguments), strict=True))
+    return list(map(read, jaxpr.outvars, other.outvars))
+
+
+def _results(step: Any, its: Any, arguments: Sequence[_Leaf]) -> list[_Leaf]:
+    """Returns the values of the results of one operation."""
+    name, number = step.primitive.name, len(step.outvars)
+    if name in _CALLS:
+        return _values(_function(step), _function(its), arguments)
+    if name == "cond":
+        chosen, *rest = arguments
+        chosen = chosen._replace(by_item=not chosen.arrays)
+        branches = zip(step.params["branches"], its.params["branches"], strict=True)
+        of_branches = [_values(branch.jaxpr, other.jaxpr, rest) for branch, other in branches]
+        return [_joined([chosen, *values]) for values in zip(*of_branches, strict=True)]
+    if name == "choros_host_call" and not any(each.aval.shape for each in step.outvars):  # clip_by_global_norm
+        return [_SAME_EVERYWHERE] * number
+    if name.startswith(_RANDOM):
+        return [_RANDOM_NUMBERS] * number
+    value = _joined(arguments)
+    if name in _BY_ITEM:
+        if step.params != its.params:
+            raise _Differs
+        return [value] * number
+    if name == "optimization_barrier":
+        return list(arguments)
+    before, after = step.invars[0].aval.shape if step.invars else None, step.outvars[0].aval.shape
+    if name == "broadcast_in_dim" and (before == after or (not value.arrays and not before)):
+        return [value]
+    # What depends neither on arrays nor on their shapes is the same for a part of an array.
+    resized = any(map(_is_resized, (*step.invars, *step.outvars), (*its.invars, *its.outvars)))
+    return [value._replace(by_item=value.by_item and not value.arrays and not resized)] * number
+
+
+def _joined(values: Sequence[_Leaf]) -> _Leaf:
+    result = _SAME_EVERYWHERE
+    for value in values:
+        result = result.joined(value)
+    return result
+
+
+def _function(step: Any) -> Any:
+    functions = [each for each in step.params.values() if hasattr(each, "eqns") or hasattr(each, "jaxpr")]
+    return getattr(functions[0], "jaxpr", functions[0])
+
+
+def _is_resized(variable: Any, other: Any) -> bool:
+    return bool(variable.aval.shape != other.aval.shape)

@@ -1,0 +1,323 @@
+"""Optax transformations of which each rank has a slice of the state, and makes the updates of the items in it. Two
+ranks, a parameter w and Adam::
+
+                 rank 0                             rank 1
+    gradients    ─────────────── reducescatter ────────────────      one host call: GradientReducer
+                 g[:n]                              g[n:]
+    update       m[:n], v[:n], w[:n]                m[n:], …         tx.update, unchanged, on trees of slices
+                 u[:n]                              u[n:]
+    updates      ───────────────── allgather ──────────────────      one host call
+                 u                                  u                the same on both, and so are w + u
+
+Transformations that work item by item have even slices, and others whole arrays; ``dependence.py`` finds out.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.arrays import ArraySpec
+from choros.errors import ConfigError, NotInitializedError
+from choros.jax.clipping import of_slices
+from choros.jax.dependence import Needs, needs_of
+from choros.jax.division import FILES, Division, SlicedState, of_models, refuse_slices, trained_of, with_slices
+from choros.jax.reduction import ADAPTER, GradientReduction
+from choros.parallel.objects import allgather_object
+from choros.parallel.reduce.gradients import SliceLayout
+from choros.parallel.reduce.slices import gather_slices
+
+Array = NDArray[Any]
+
+
+@final
+class SlicedUpdate:
+    """``init`` and ``update`` of ``tx`` where each rank has slices of the state; with one rank, those of ``tx``."""
+
+    def __init__(self, tx: Any, reduction: GradientReduction, name: str) -> None:
+        self._tx = tx
+        self._reduction = reduction
+        self._name = name
+        self._dtypes: dict[Any, tuple[np.dtype[Any], ...]] = {}
+
+    def init(self, params: Any) -> Any:
+        """Returns the state for this rank's slices of ``params``."""
+        division = self.division(params)
+        return self._tx.init(params) if division is None else SlicedState(self._init(params, division), division)
+
+    def _init(self, params: Any, division: Division) -> Any:
+        return self._tx.init(division.slices_of(params))
+
+    def division(self, params: Any) -> Division | None:
+        """How ``params`` are divided; ``None`` if this rank has all."""
+        process_set = self._reduction.reducer.config.process_set
+        if process_set.included() is None:
+            raise NotInitializedError("init() of distributed(shard_state=True)")
+        arrays = trained_of(params)
+        if not self._reduction.reducer.active or not arrays:
+            return None
+        if self._reduction.reducer.may_repeat:
+            raise ConfigError(
+                "shard_state=True does not apply to an elastic job: a rank that is lost would take its slices of the "
+                "state with it. Leave shard_state out, or start the job without --min-np, --max-np and the like."
+            )
+        with of_slices(process_set, 0):
+            by_item = needs_of(self._tx, params) is Needs.ITEM
+        communicator = process_set.communicator
+        shapes = tuple((tuple(each.shape), np.dtype(each.dtype)) for each in arrays.values())
+        self._reduction.layout = shapes
+        division = Division(by_item, communicator.rank, communicator.size, shapes)
+        self._check_without_some(params, list(arrays), division)
+        return division
+
+    def _check_without_some(self, params: Any, indices: Sequence[int], division: Division) -> None:
+        """Checks that ``tx`` works on trees that lack arrays, on all ranks in the same way."""
+        specs = [jax.ShapeDtypeStruct(*each) for each in division.params]
+        trees = [[spec if position % 2 == odd else None for position, spec in enumerate(specs)] for odd in (0, 1)]
+        if any(all(start == stop for start, stop in of_rank) for of_rank in zip(*division.ranges, strict=True)):
+            trees.append([None] * len(specs))
+
+        def step(params: Any) -> Any:
+            return self._tx.update(params, self._tx.init(params), params)
+
+        try:
+            for each in trees:
+                jax.eval_shape(step, with_slices(params, indices, each))
+        except Exception as error:
+            raise ConfigError(
+                "shard_state=True applies the transformation to trees that have optax.MaskedNode() for parameters of "
+                f"which a rank has no part; with these it raised {type(error).__name__}: {error}. Give it no other "
+                "trees of arrays than those that init() and update() receive, or leave shard_state out."
+            ) from error
+
+    def update(self, updates: Any, state: Any, params: Any = None, *, examples: Any = 1, **extra_args: Any) -> Any:
+        """Returns the updates of all parameters, and this rank's new state."""
+        self._reduction.check_initialized()
+        division = self._division_of(state, updates)
+        if division is None:
+            return self._tx.update(updates, state, params, **extra_args)
+        _check_scalars(extra_args)
+        own = None if params is None else division.slices_of(params)
+        gradients = trained_of(updates)
+        layout = division.layout([each.dtype for each in gradients.values()])
+        if [each.shape for each in gradients.values()] != [each.shape for each in layout]:
+            division.slices_of(updates)  # the error
+        values = list(gradients.values())
+        reduced, number = self._reduction.reduce_slices(values, layout, division.shapes, params, examples)
+        items = iter(reduced)
+        slices = [None if shape is None else next(items) for shape in division.shapes]
+        with of_slices(self._reduction.reducer.config.process_set, number):
+            new, inner = self._tx.update(with_slices(updates, list(gradients), slices), state.inner, own, **extra_args)
+        gathered = self._gathered(new, updates, division, params is not None, number)
+        return gathered, SlicedState(inner, division)
+
+    def _division_of(self, state: Any, updates: Any) -> Division | None:
+        """How the parameters of ``state`` are divided; ``None`` if this rank trains alone."""
+        division = state.division if isinstance(state, SlicedState) else None
+        members = None
+        if self._reduction.reducer.active:
+            communicator = self._reduction.reducer.config.process_set.communicator
+            members = communicator.rank, communicator.size
+        if division is None and (members is None or not trained_of(updates)):
+            return None
+        given = None if division is None else (division.rank, division.ranks)
+        if given != members:
+            raise ConfigError(
+                f"expected was the state of {_description(members)}, and given that of {_description(given)}. {FILES}"
+            )
+        return division
+
+    def _gathered(self, new: Any, updates: Any, division: Division, has_params: bool, number: Any) -> Any:
+        """Returns the updates of all ranks, in the structure of ``updates``; ``new`` are this rank's."""
+        leaves, structure = jax.tree.flatten(updates)
+        indices = list(trained_of(updates))
+        dtypes = self._dtypes_of_updates(updates, division, has_params)
+        layout = division.layout(dtypes)
+        items = iter(jax.tree.leaves(new))
+        absent = {index for index, shape in zip(indices, division.shapes, strict=True) if shape is None}
+        own = {index: next(items) for index in range(len(leaves)) if index not in absent}
+        here = [position for position, index in enumerate(indices) if index in own]
+
+        def on_host(hosts: Sequence[Array]) -> list[Array]:
+            models = hosts[-1].shape
+            given = [np.empty(0, each.dtype) for each in layout]
+            for position, host in zip(here, hosts, strict=False):
+                given[position] = host.reshape(-1)
+            kinds = [of_models(each, models) for each in layout]
+            return gather_slices(self._reduction.reducer.config.process_set.communicator, kinds, given, name=self._name)
+
+        given = [jnp.asarray(own[indices[position]], layout[position].dtype) for position in here]
+        outputs = [ArraySpec(each.shape, each.dtype) for each in layout]
+        whole = dict(zip(indices, ADAPTER.host_call(on_host, [*given, number], outputs), strict=True))
+        return structure.unflatten([whole[index] if index in whole else own[index] for index in range(len(leaves))])
+
+    def _dtypes_of_updates(self, updates: Any, division: Division, has_params: bool) -> tuple[np.dtype[Any], ...]:
+        """The dtypes of all updates, of which this rank makes some; ``tx`` is traced once for them."""
+        given = trained_of(updates)
+        structure = jax.tree.structure(updates)
+        key = (division, structure, tuple(each.dtype for each in given.values()), has_params)
+        if key not in self._dtypes:
+            specs = [jax.ShapeDtypeStruct(*each) for each in division.params]
+            params = with_slices(updates, list(given), specs)
+            gradients = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in given.values()]
+            state = jax.eval_shape(self._tx.init, params)
+            own = params if has_params else None
+            results, _ = jax.eval_shape(self._tx.update, with_slices(updates, list(given), gradients), state, own)
+            leaves = jax.tree.leaves(results)
+            self._dtypes[key] = tuple(np.dtype(leaves[index].dtype) for index in given)
+        return self._dtypes[key]
+
+    # the state of one process -----------------------------------------------------------------------
+
+    def whole(self, state: SlicedState, params: Any) -> Any:
+        """Gathers the state of one process, one array at a time."""
+        division = state.division
+        self._division_of(state, params)
+        process_set = self._reduction.reducer.config.process_set
+        expected = jax.eval_shape(self._tx.init, params)
+        own, paths = dict(_with_paths(state.inner)), [path for path, _ in _with_paths(expected)]
+        if not {*own} <= {*paths}:
+            raise ConfigError("whole_state was given the state of another transformation, or of other parameters.")
+        owners = self._owners(params, division)
+        outlines = {path: (np.shape(value), np.dtype(value.dtype)) for path, value in own.items()}
+        kinds = allgather_object(outlines, process_set=process_set)
+        values = []
+        for path, spec in _with_paths(expected):
+            if path not in owners:
+                values.append(np.asarray(own[path]))
+                continue
+            dtype = next(each[path][1] for each in kinds if path in each)  # the steps may have changed it
+            layout = SliceLayout(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
+            items = np.asarray(own.get(path, np.empty(0)), dtype).reshape(-1)[: layout.items(division.rank)]
+            values += gather_slices(process_set.communicator, [layout], [items], name=self._name)
+        return jax.tree.structure(expected).unflatten(values)
+
+    def own(self, whole: Any, params: Any) -> Any:
+        """Cuts this rank's state out of that of one process."""
+        expected = jax.eval_shape(self._tx.init, params)
+        shapes = [np.shape(each) for each in jax.tree.leaves(whole)]
+        same = jax.tree.structure(whole) == jax.tree.structure(expected)
+        if not same or shapes != [each.shape for each in jax.tree.leaves(expected)]:
+            raise ConfigError(
+                "own_state was given another state than that of one process, which tx.init(params) returns: was it "
+                f"saved with another transformation, or other parameters? {FILES}"
+            )
+        division = self.division(params)
+        if division is None:
+            return jax.tree.map(jnp.asarray, whole)
+        values, owners = dict(_with_paths(whole)), self._owners(params, division)
+        own = jax.eval_shape(lambda params: self._init(params, division), params)
+        cut = []
+        for path, spec in _with_paths(own):
+            value = jnp.asarray(values[path])
+            if path in owners and value.shape != spec.shape:
+                value = value.reshape(-1)[slice(*division.ranges[owners[path]][division.rank])].reshape(spec.shape)
+            cut.append(value)
+        return SlicedState(jax.tree.structure(own).unflatten(cut), division)
+
+    def _owners(self, params: Any, division: Division) -> dict[str, int]:
+        """The parameter to which each array of the state belongs: with no other parameter it would be there, too."""
+        indices, specs = list(trained_of(params)), [jax.ShapeDtypeStruct(*each) for each in division.params]
+
+        def paths_with(position: int | None) -> set[str]:
+            only = [spec if index == position else None for index, spec in enumerate(specs)]
+            return {path for path, _ in _with_paths(jax.eval_shape(self._tx.init, with_slices(params, indices, only)))}
+
+        common = paths_with(None)
+        return {path: position for position in range(len(specs)) for path in paths_with(position) - common}
+
+
+def whole_state(tx: Any, state: Any, params: Any) -> Any:
+    """Returns the state that ``tx`` would have in one process, to save it; all ranks must call it.
+
+    The file is that of the transformation in one process: plain optax can go on with it, and any number of ranks, of
+    which each calls ``own_state``. The state is gathered one array at a time.
+
+    Args:
+        tx: what ``distributed(…, shard_state=True)`` has returned.
+        state: this rank's state.
+        params: the parameters.
+
+    Returns:
+        The state of the transformation that ``distributed`` was given, of NumPy arrays, the same on every rank. With
+        one rank, ``state``.
+
+    Raises:
+        ConfigError: ``tx`` or ``state`` is another one, or it was called inside ``jax.jit``.
+        MismatchError: ranks have different states.
+
+    Example:
+        >>> import jax.numpy as jnp, choros.jax as hvd, optax
+        >>> hvd.init()
+        >>> tx = hvd.distributed(optax.adam(0.1), shard_state=True)
+        >>> params = {"w": jnp.ones(2)}
+        >>> hvd.whole_state(tx, tx.init(params), params)[0].mu
+        {'w': Array([0., 0.], dtype=float32)}
+    """
+    update = _sliced_update(tx, "whole_state")
+    _refuse_traced((state, params), "whole_state")
+    jax.effects_barrier()
+    return update.whole(state, params) if isinstance(state, SlicedState) else state
+
+
+def own_state(tx: Any, whole: Any, params: Any) -> Any:
+    """Returns this rank's part of a state that one process would have, such as ``whole_state`` has returned.
+
+    Each rank cuts its slices of the whole state, without communication.
+
+    Args:
+        tx: what ``distributed(…, shard_state=True)`` has returned.
+        whole: the state of the transformation that ``distributed`` was given, saved by any number of ranks.
+        params: the parameters.
+
+    Returns:
+        The state to train with. With one rank, ``whole``.
+
+    Raises:
+        ConfigError: ``tx`` or ``whole`` is another one.
+
+    Example:
+        >>> import jax.numpy as jnp, choros.jax as hvd, optax
+        >>> hvd.init()
+        >>> tx = hvd.distributed(optax.adam(0.1), shard_state=True)
+        >>> params = {"w": jnp.ones(2)}
+        >>> whole = optax.adam(0.1).init(params)
+        >>> updates, state = tx.update({"w": jnp.ones(2)}, hvd.own_state(tx, whole, params), params)
+    """
+    refuse_slices(whole, "own_state")
+    return _sliced_update(tx, "own_state").own(whole, params)
+
+
+def _sliced_update(tx: Any, what: str) -> SlicedUpdate:
+    update = getattr(getattr(tx, "init", None), "__self__", None)
+    if not isinstance(update, SlicedUpdate):
+        raise ConfigError(
+            f"{what} was given {tx!r}: expected was what distributed(…, shard_state=True) has returned. Of "
+            "transformations around it, such as optax.MultiSteps, pass that one, and its part of the state."
+        )
+    return update
+
+
+def _refuse_traced(trees: Any, what: str) -> None:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees)):
+        raise ConfigError(f"{what} was called inside jax.jit or another transformation: call it outside of it.")
+
+
+def _with_paths(tree: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _description(member: tuple[int, int] | None) -> str:
+    return "one process" if member is None else f"rank {member[0]} of {member[1]}"
+
+
+def _check_scalars(extra_args: Any) -> None:
+    wrong = [name for name, value in extra_args.items() if callable(value) or any(map(np.ndim, jax.tree.leaves(value)))]
+    if wrong:
+        raise ConfigError(
+            f"update({wrong[0]}=…) with shard_state=True: arguments for the transformation can be numbers only, as "
+            "each rank applies it to its slices. Leave shard_state out."
+        )

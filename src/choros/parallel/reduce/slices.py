@@ -1,0 +1,294 @@
+"""Slices: the items of each gradient that a rank owns. It receives only their sums, and has only their optimizer's
+state (ZeRO, stage 1: Rajbhandari et al., arXiv 1910.02054; Xu et al., arXiv 2004.13336). Three ranks, arrays a, b, c::
+
+    flat        a a a a a a a a a a│b│c c c c c c c         even: as many bytes for each; an array is cut in at most
+    rank 0      a a a a a a                                 as many parts as there are ranks
+    rank 1                  a a a a b c
+    rank 2                              c c c c c c
+    whole       rank 0: a          rank 1: c     rank 2: b  for optimizers that need all of an array
+
+In an elastic job another rank has a copy of each slice, and makes the same updates of it: so no message keeps it::
+
+    slice           0        1        2        3
+    rank 0          has it                     copy
+    rank 1          copy     has it
+    rank 2                   copy     has it
+    rank 3                            copy     has it
+    rank 1 is lost  rank 0   rank 2   rank 2   rank 3      send them in its step; then slices are cut for three ranks
+"""
+
+import bisect
+import functools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, final
+
+import numpy as np
+
+from choros.comm import Communicator, Reduction, Request
+from choros.comm.fusion import WireDtype, aligned_empty, concatenate_scaled, scale_into
+from choros.comm.transfers import gather_shares, scatter_shares
+from choros.errors import PeerLostError
+from choros.parallel.reduce.exchange import Array, Exchange
+from choros.parallel.reduce.gradients import Ranges, RowsLayout, SliceLayout, SparseRows
+
+#: Arrays are cut at multiples of this number of items, so that loops of vector instructions, and what they leave over,
+#: have the same items, and compute the same bits.
+_ALIGNED_ITEMS = 64
+
+
+def even_slices(sizes: Sequence[int], rows: Sequence[int], ranks: int) -> tuple[Ranges, ...]:
+    """Returns for each flat array of ``sizes`` its items on each rank; the sums differ by some items. An array of
+    ``rows`` of more than one item is cut between rows, and any other at multiples of 64 items.
+
+    >>> even_slices([200, 1, 23], [1, 1, 1], 2)
+    (((0, 128), (128, 200)), ((0, 0), (0, 1)), ((0, 0), (0, 23)))
+    """
+    ends = [*accumulate(sizes)]
+    total = ends[-1] if ends else 0
+    cuts = [0]
+    for rank in range(1, ranks):
+        wanted = total * rank // ranks
+        index = bisect.bisect_right(ends, wanted)
+        start = ends[index] - sizes[index] if index < len(ends) else total
+        step = _ALIGNED_ITEMS if index >= len(rows) or rows[index] == 1 else rows[index]
+        cut = start + round((wanted - start) / step) * step
+        cuts.append(max(cuts[-1], min(cut, ends[index] if index < len(ends) else total)))
+    cuts.append(total)
+    return tuple(
+        tuple((min(max(low - start, 0), size), min(max(high - start, 0), size)) for low, high in pairwise(cuts))
+        for start, size in zip([0, *ends], sizes, strict=False)
+    )
+
+
+def whole_slices(sizes: Sequence[int], ranks: int) -> tuple[Ranges, ...]:
+    """Returns as ``even_slices`` does, each array whole on one rank: the largest first, on the rank that has least.
+
+    >>> whole_slices([4, 9, 6], 2)
+    (((0, 0), (0, 4)), ((0, 9), (0, 0)), ((0, 0), (0, 6)))
+    """
+    owners, loads = [0] * len(sizes), [0] * ranks
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
+    return tuple(
+        tuple((0, size if rank == owner else 0) for rank in range(ranks))
+        for size, owner in zip(sizes, owners, strict=True)
+    )
+
+
+@final
+@dataclass(frozen=True)
+class Holders:
+    """Who has which slices: ``members``, numbered as the launcher does, one each; and in an elastic job the member that
+    is ``shift`` places further has a copy. A new rank may have the number of one that was ``lost``, but no slices.
+
+    >>> holders = Holders.of((0, 1, 2, 3), ["a", "a", "b", "b"], copies=True)
+    >>> [holders.slices_of(member) for member in holders.members]
+    [(0, 2), (1, 3), (0, 2), (1, 3)]
+    >>> holders.without({1}).senders((0, 2, 3))
+    (0, 2, 1, 2)
+    """
+
+    members: tuple[int, ...]
+    shift: int = 0
+    lost: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, members: Sequence[int], hosts: Sequence[str], *, copies: bool) -> "Holders":
+        """Places copies on other hosts, if there are any, and otherwise on the next member."""
+        size = len(members)
+
+        def apart(shift: int) -> tuple[int, int]:
+            return sum(hosts[place] != hosts[(place + shift) % size] for place in range(size)), -shift
+
+        return cls(tuple(members), max(range(1, size), key=apart) if copies and size > 1 else 0)
+
+    def without(self, lost: Collection[int]) -> "Holders":
+        """These, after members were lost."""
+        return replace(self, lost=self.lost | {*lost})
+
+    def has(self, member: int) -> bool:
+        """Whether a member has slices."""
+        return member in self.members and member not in self.lost
+
+    def slices_of(self, member: int) -> tuple[int, ...]:
+        """The slices that a member has, or copies of them."""
+        if not self.has(member):
+            return ()
+        place = self.members.index(member)
+        return tuple(sorted({place, (place - self.shift) % len(self.members)}))
+
+    def senders(self, present: Sequence[int]) -> tuple[int, ...]:
+        """By slice, which of the ``present`` members sends it to the others: its rank.
+
+        Raises:
+            PeerLostError: those that had a slice were all lost.
+        """
+        ranks = {member: rank for rank, member in enumerate(present) if self.has(member)}
+        senders = []
+        for place, member in enumerate(self.members):
+            copy = self.members[(place + self.shift) % len(self.members)]
+            sender = ranks.get(member, ranks.get(copy))
+            if sender is None:
+                raise PeerLostError(
+                    f"ranks {member} and {copy} at the start of the job were both lost, and with them a slice of the "
+                    "optimizer's state and its copy: the job is to start again, from its last commit.",
+                    ranks=(member, copy),
+                    ends_job=True,
+                )
+            senders.append(sender)
+        return tuple(senders)
+
+
+@final
+class ScatterExchange(Exchange):
+    """Sums arrays by reducescatters, as they are or cast: each rank receives its items of each array, flat."""
+
+    def __init__(self, communicator: Communicator, layout: Sequence[SliceLayout], wire_dtype: WireDtype) -> None:
+        self._communicator = communicator
+        self._layout = layout
+        self._groups = [
+            (dtype, wire_dtype(dtype), [index for index, each in enumerate(layout) if each.dtype == dtype])
+            for dtype in dict.fromkeys(each.dtype for each in layout)
+        ]
+        self.description = ", ".join(f"scattered {wire}" for _, wire, _ in self._groups)
+
+    def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
+        """See ``Exchange``; returns this rank's items."""
+        rank = self._communicator.rank
+        results = [aligned_empty((each.items(rank),), each.dtype) for each in self._layout]
+        return self._sum(results, arrays, before, after)
+
+    def sum_into(self, out: Sequence[Array], arrays: Sequence[Array], before: float, after: float) -> list[Array]:
+        """See ``Exchange``; ``out`` are flat arrays of this rank's items."""
+        return self._sum(list(out), arrays, before, after)
+
+    def _sum(self, results: list[Array], arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
+        size = self._communicator.size
+        for dtype, wire, indices in self._groups:
+            layout = [self._layout[index] for index in indices]
+            if arrays is None:
+                zero = np.zeros(1, dtype)
+                flats = [np.broadcast_to(zero, math.prod(each.shape)) for each in layout]
+            else:
+                flats = [arrays[index].reshape(-1) for index in indices]
+            targets = [results[index] for index in indices if results[index].size]
+
+            def fill(parts: Sequence[Array], out: Array) -> None:
+                concatenate_scaled(parts, out, before)
+
+            def write(reduced: Array, target: Array) -> None:
+                scale_into(target, reduced, after)
+
+            plain = before == 1.0 and wire == dtype
+            shares = _shares(layout, flats, size)
+            scatter_shares(self._communicator, shares, wire, Reduction.SUM, targets, write, None if plain else fill)
+        return results
+
+
+@final
+class OwnItemsExchange(Exchange):
+    """Sums arrays by another exchange, and keeps this rank's items: of compressed gradients, or those on a device."""
+
+    def __init__(self, exchange: Exchange, layout: Sequence[SliceLayout | RowsLayout], rank: int) -> None:
+        self._exchange = exchange
+        self._ranges = [each.ranges[rank] for each in layout]
+        self.description = f"{exchange.description}, in slices"
+
+    def sum(self, arrays: Sequence[Any] | None, before: float, after: float) -> list[Any]:
+        """See ``Exchange``; returns this rank's items."""
+        whole = self._exchange.sum(arrays, before, after)
+        return [own_items(array, *ranges) for array, ranges in zip(whole, self._ranges, strict=True)]
+
+
+def own_items(array: Any, start: int, stop: int) -> Any:
+    """Returns items ``start … stop - 1`` of a gradient; of ``SparseRows`` the rows that have these.
+
+    >>> own_items(SparseRows(np.array([4, 1]), np.ones((2, 3)), (5, 3)), 9, 15).indices
+    array([1])
+    """
+    if not isinstance(array, SparseRows):
+        return array.reshape(-1)[start:stop]
+    width = math.prod(array.shape[1:])
+    first, last = start // width, stop // width
+    kept = (array.indices >= first) & (array.indices < last)
+    indices = array.indices[kept] - array.indices.dtype.type(first)
+    return SparseRows(indices, array.values[kept], (last - first, *array.shape[1:]))
+
+
+def gather_slices(
+    communicator: Communicator,
+    layout: Sequence[SliceLayout],
+    own: Sequence[Array],
+    outs: Sequence[Array] | None = None,
+    name: str = "",
+) -> list[Array]:
+    """Gathers arrays of which each rank has its items: ``own`` of this rank, flat. They are written to ``outs``, flat
+    and maybe the memory of ``own``, or new ones. All ranks call it with the same ``layout``.
+
+    >>> from choros.comm.engines.threads import run_threads
+    >>> layout = [SliceLayout((5,), np.dtype("float32"), ((0, 2), (2, 5)))]
+    >>> def gather(communicator):
+    ...     items = np.full(layout[0].items(communicator.rank), communicator.rank, np.float32)
+    ...     return gather_slices(communicator, layout, [items])[0].tolist()
+    >>> run_threads(gather, 2)
+    [[0.0, 0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0, 1.0]]
+    """
+    return gather_held(communicator, layout, Holders(communicator.launched), {communicator.rank: own}, outs, name)
+
+
+def gather_held(
+    communicator: Communicator,
+    layout: Sequence[SliceLayout],
+    holders: Holders,
+    held: Mapping[int, Sequence[Array]],
+    outs: Sequence[Array] | None = None,
+    name: str = "",
+) -> list[Array]:
+    """``gather_slices`` of slices of which ranks may be lost meanwhile: ``held`` are this rank's, by their numbers, and
+    in an elastic job no memory of ``outs``.
+
+    Raises:
+        PeerLostError: on all ranks, if those that had a slice were all lost.
+    """
+    request = _gather_request(tuple(layout), name)
+    flats = [aligned_empty((math.prod(each.shape),), each.dtype) for each in layout] if outs is None else outs
+
+    def collective() -> None:
+        senders = holders.senders(communicator.launched)
+        sent: list[list[int]] = [[] for _ in range(communicator.size)]
+        for number, sender in enumerate(senders):
+            sent[sender].append(number)
+        communicator.agree(request)
+        # Large arrays are received where they are to be, if ranks have their parts in the order of the ranks.
+        least = communicator.direct_bytes if list(senders) == sorted(senders) else None
+        large = {i for i, flat in enumerate(flats) if least is not None and flat.nbytes >= least}
+        for index in large:
+            flat, ranges = flats[index], layout[index].ranges
+            for number in sent[communicator.rank]:
+                target = flat[slice(*ranges[number])]
+                if not np.may_share_memory(target, held[number][index]):
+                    target[...] = held[number][index]
+            communicator.gather_in_place(flat, [sum(layout[index].items(number) for number in each) for each in sent])
+        for dtype in dict.fromkeys(each.dtype for each in layout):
+            same = [index for index, each in enumerate(layout) if each.dtype == dtype and index not in large]
+            parts = _shares([layout[i] for i in same], [flats[i] for i in same], len(holders.members))
+            own = [held[number][i] for number in sent[communicator.rank] for i in same if held[number][i].size]
+            gather_shares(communicator, own, [[part for number in each for part in parts[number]] for each in sent])
+
+    communicator.atomic(collective)
+    return [flat.reshape(each.shape) for flat, each in zip(flats, layout, strict=True)]
+
+
+def _shares(layout: Sequence[SliceLayout], flats: Sequence[Array], ranks: int) -> list[list[Array]]:
+    """By rank, the parts of flat arrays that it has."""
+    pairs = list(zip(layout, flats, strict=True))
+    return [[flat[slice(*each.ranges[rank])] for each, flat in pairs if each.items(rank)] for rank in range(ranks)]
+
+
+@functools.lru_cache(maxsize=64)
+def _gather_request(layout: tuple[SliceLayout, ...], name: str) -> Request:
+    return Request("weights", ", ".join(map(str, layout)), name)

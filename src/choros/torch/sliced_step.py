@@ -1,0 +1,119 @@
+"""The step of an optimizer of which each rank has a slice of the state. Two ranks, of which rank 1 has no more batches
+and has joined: it makes the updates of its slices with the others' gradients and settings, such as the learning rate::
+
+    rank 0                                      rank 1
+    gradients  ── reducescatter, with zeros ──  keeps its items
+    settings   ───────────────────────────────► and, after synchronize(), the gradients as the user has clipped them
+    update of its slices                        update of its slices
+    parameters ────────── allgather ──────────  the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+
+from choros.comm import Request
+from choros.parallel.identical import Comparison
+from choros.parallel.reduce.gradients import Gradient
+from choros.parallel.reduce.torch_backward import BackwardExchange, compare_parameters
+from choros.torch.sliced_state import ParameterSlices, decoded, encoded, settings_of, use_settings
+
+ADVICE = (
+    "Start all ranks from the same values: call broadcast_parameters(model.state_dict(), root_rank=0) and "
+    "broadcast_optimizer_state(optimizer, root_rank=0) before training."
+)
+
+
+@final
+class SlicedStep:
+    """What happens around torch's own ``step`` of one optimizer."""
+
+    def __init__(self, slices: ParameterSlices, exchange: BackwardExchange) -> None:
+        self.slices = slices
+        self._exchange = exchange
+        #: This rank's items of the gradients of the step.
+        self._items: list[Any] | None = None
+        #: The items that a rank that has joined has received.
+        self._received: list[Gradient] = []
+        #: If others have joined, the ranks that have batches, in a step of these.
+        self._active: tuple[int, ...] = ()
+        self._has_joined = False
+        self._compared = False
+        self._request = Request("settings of the optimizer", slices.text, slices.name)
+
+    def scatter(self, optimizer: Any, parameters: Sequence[Any]) -> None:
+        """Reduces the gradients of ``parameters``, of which this rank receives its items."""
+        self.slices.divide(optimizer)
+        self._items = self._exchange.scatter(parameters, [parameter.grad for parameter in parameters])
+
+    def begin(self, optimizer: Any, parameters: Sequence[Any]) -> None:
+        """Prepares for the update of this rank's slices of ``parameters``, whose gradients are whole, or scattered."""
+        items, self._items = self._items, None
+        self._active = () if self._has_joined else self._communicator.not_joined
+        if self._active:
+            whole = None if items is not None else [parameter.grad for parameter in parameters]
+            self._announce(optimizer, whole, self._active[0])
+        if not self._compared:  # each rank would give the others its own items, and no later comparison could tell
+            self._compared = True
+            compare_parameters(parameters, Comparison(before=True), ADVICE, self.slices.process_set)
+        if items is None:
+            items = self._cut(parameters, [parameter.grad for parameter in parameters])
+        self.slices.begin(optimizer, dict(zip(parameters, items, strict=True)))
+
+    def end(self, optimizer: Any) -> None:
+        """Gathers the parameters."""
+        self.slices.end(optimizer)
+        if self._active:  # ranks that have joined have gathered them, too, but have no batches
+            self._communicator.not_joined = self._active
+
+    def participate(
+        self,
+        optimizer: Any,
+        trained: Callable[[], Sequence[Any]],
+        parts: dict[Request, Callable[[Sequence[int]], None]],
+    ) -> None:
+        """Adds to ``parts`` how this rank participates without batches: see ``joining.join``."""
+        self._exchange.participate(parts, partial(setattr, self, "_received"))
+        parts[self._request] = partial(self._follow, optimizer, trained)
+
+    def _announce(self, optimizer: Any, gradients: Sequence[Any] | None, sender: int) -> None:
+        """Tells ranks that have joined what they need for the update; the first that has not joined sends it."""
+        communicator = self._communicator
+        message = b""
+        if communicator.launched[communicator.rank] == sender:
+            message = encoded({"settings": settings_of(optimizer), "gradients": gradients})
+
+        def collective() -> None:
+            self._share(message, communicator.agree(self._request, value=len(message)))
+
+        communicator.atomic(collective)
+
+    def _share(self, message: bytes, lengths: Sequence[int]) -> bytes:
+        shared = self._communicator.gather_bytes(np.frombuffer(message, np.uint8), list(lengths))
+        return bytes(shared.tobytes())
+
+    def _follow(self, optimizer: Any, trained: Callable[[], Sequence[Any]], lengths: Sequence[int]) -> None:
+        """The part of a rank that has joined: it makes the step."""
+        heard = decoded(self._share(b"", lengths))
+        use_settings(optimizer, heard["settings"])
+        if heard["gradients"] is None:
+            self._items = self._exchange.items_of(self._received)
+        else:
+            self._items = self._cut(trained(), heard["gradients"])
+        active, self._has_joined = self._communicator.not_joined, True
+        try:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        finally:
+            self._communicator.not_joined, self._has_joined = active, False
+
+    def _cut(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        return [self.slices.own_items(*pair) for pair in zip(parameters, gradients, strict=True)]
+
+    @property
+    def _communicator(self) -> Any:
+        return self.slices.process_set.communicator

@@ -1,0 +1,193 @@
+"""What torch's hooks of ``step`` do for a distributed optimizer: they reduce gradients before it, or combine after it
+what it has changed.
+"""
+
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, final
+
+import torch
+
+from choros.comm import ProcessSet, Reduction, Request
+from choros.parallel.compression import Compressor
+from choros.parallel.ops import grouped_allreduce
+from choros.parallel.reduce.torch_backward import BackwardExchange
+from choros.torch.sliced_step import ADVICE, SlicedStep
+
+_NOT_AGAIN = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): Horovod would "
+    "reduce the gradients again, choros does not. Write: with optimizer.skip_synchronize(): optimizer.step()."
+)
+#: The code of torch's function that calls ``step`` and its hooks, and the stack level of its caller in ``before_step``.
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+_CALLER = 4
+_created = itertools.count()
+
+
+@final
+class GradientHook:
+    """Reduces one optimizer's gradients before its steps, if not ``skipping``; ``number``: those created before it.
+    ``sliced``: what else happens in a step if each rank has a slice of the optimizer's state.
+    """
+
+    shares_state = True
+
+    def __init__(self, exchange: BackwardExchange | None, sliced: SlicedStep | None = None) -> None:
+        self.exchange = exchange
+        self._sliced = sliced
+        self.process_set = None if exchange is None else exchange.reducer.config.process_set
+        self.skipping = False
+        self.number = next(_created)
+        self._reduced = False
+        self._warned = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward pass has computed gradients that are not reduced yet."""
+        return self.exchange is not None and self.exchange.pending
+
+    def reduce(self, optimizer: Any) -> None:
+        """Reduces whole gradients now."""
+        if self.exchange is None:
+            return
+        parameters = trained(optimizer)
+        reduced = self.exchange.reduce(parameters, [parameter.grad for parameter in parameters])
+        for parameter, gradient in zip(parameters, reduced, strict=True):
+            parameter.grad = gradient
+        self._reduced = True
+
+    def _reduce_for_step(self, optimizer: Any) -> None:
+        """Reduces gradients that no one but the step needs."""
+        if self._sliced is None:
+            self.reduce(optimizer)
+        else:
+            self._sliced.scatter(optimizer, trained(optimizer))
+
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Torch's pre-hook of ``step``, whose arguments it may replace: by a closure that also reduces gradients."""
+        if self._sliced is not None:
+            self._sliced.slices.restore()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None and not (self.skipping and self._sliced is None):
+            return (args[0], self._reducing(optimizer, closure)), {k: v for k, v in kwargs.items() if k != "closure"}
+        if not self.skipping:
+            if self.pending or not self._reduced:
+                self._reduce_for_step(optimizer)
+            elif not self._warned:
+                self._warned = True
+                warnings.warn(_NOT_AGAIN, stacklevel=_CALLER)
+        self._begin_update(optimizer)
+        return None
+
+    def _begin_update(self, optimizer: Any) -> None:
+        self._reduced = False
+        if self._sliced is not None:
+            self._sliced.begin(optimizer, trained(optimizer))
+
+    def after_step(self, optimizer: Any) -> None:
+        """Once, ranks compare their parameters."""
+        if self._sliced is not None:
+            self._sliced.end(optimizer)
+        if self.exchange is not None:
+            self.exchange.compare(ADVICE)
+
+    def abandon_step(self) -> None:
+        """Forgets the gradients of a step that is not made."""
+        self._reduced = False
+        if self.exchange is not None:
+            self.exchange.abandon()
+
+    def participate(self, optimizer: Any, parts: dict[Request, Callable[[Sequence[int]], None]]) -> None:
+        """Adds to ``parts`` how this rank participates without batches: see ``joining.join``."""
+        if self._sliced is not None:
+            self._sliced.participate(optimizer, partial(trained, optimizer), parts)
+        elif self.exchange is not None:
+            self.exchange.participate(parts)
+
+    def set_micro_batches(self, passes: int) -> None:
+        """Sets the number of backward passes before each step."""
+        if self.exchange is not None:
+            self.exchange.micro_batches = passes
+
+    def _reducing(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def reducing() -> Any:
+            loss = closure()
+            if not self.skipping:
+                self._reduce_for_step(optimizer)
+            self._begin_update(optimizer)
+            return loss
+
+        return reducing
+
+
+@final
+class ChangeHook:
+    """Adasum: each rank makes a step of its own, and ranks combine the changes of their parameters.
+
+    ::
+
+        parameters ──step with this rank's gradients──► change ──Adasum of all ranks'──► parameters + combined change
+    """
+
+    pending = False
+    skipping = False
+    exchange = None
+    shares_state = False
+
+    def __init__(self, compression: Compressor, process_set: ProcessSet) -> None:
+        self.process_set = process_set
+        self.number = next(_created)
+        self._compression = compression
+        self._before: list[tuple[Any, Any]] = []
+
+    def reduce(self, optimizer: Any) -> None:
+        """Nothing: gradients are those of this rank."""
+
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keeps the parameters."""
+        del args, kwargs
+        self._before = [(parameter, parameter.detach().clone()) for parameter in trained(optimizer)]
+
+    @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
+    def after_step(self, optimizer: Any) -> None:
+        """Combines what the step has changed."""
+        del optimizer
+        before, self._before = self._before, []
+        changes = grouped_allreduce(
+            [parameter.detach() - old for parameter, old in before],
+            Reduction.ADASUM,
+            name="parameter changes",
+            compression=self._compression,
+            process_set=self.process_set,
+        )
+        for (parameter, old), change in zip(before, changes, strict=True):
+            parameter.copy_(old.add_(change))
+
+    def abandon_step(self) -> None:
+        """Forgets the parameters before a step that is not made."""
+        self._before = []
+
+    def participate(self, optimizer: Any, parts: dict[Request, Callable[[Sequence[int]], None]]) -> None:
+        """Nothing: what ranks combine says how."""
+
+    def set_micro_batches(self, passes: int) -> None:
+        """Nothing: autograd sums the gradients of backward passes until the step."""
+
+
+def trained(optimizer: Any) -> list[Any]:
+    """Returns the parameters that are not frozen now."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def is_within_step(optimizer: Any) -> bool:
+    """Whether torch calls hooks for the ``step`` that a user's ``step`` calls, ``super().step()``."""
+    frame: FrameType | None = sys._getframe(2)
+    found = 0
+    while frame is not None and found < 2:
+        found += frame.f_code is _STEP and frame.f_locals["args"][0] is optimizer
+        frame = frame.f_back
+    return found == 2

@@ -1,0 +1,116 @@
+"""Gradients of Keras' framework on their way to the host, where ranks reduce them, and back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.arrays import ArrayAdapter, ArraySpec, device_adapter, framework_adapter
+from choros.parallel.reduce.gradients import Gradient, GradientLayout, RowsLayout, SparseRows
+
+Array = NDArray[Any]
+#: A number that the host returns to the training step.
+FLAG = ArraySpec((), np.dtype(np.int32))
+
+
+def tensor_of(gradient: Gradient) -> Any:
+    """Returns a reduced gradient as a tensor of Keras' framework; ``SparseRows`` as its sparse gradient."""
+    if isinstance(gradient, np.ndarray):
+        return keras.ops.convert_to_tensor(gradient)
+    if not isinstance(gradient, SparseRows):
+        return gradient
+    indices, values = map(keras.ops.convert_to_tensor, (gradient.indices, gradient.values))
+    return keras_arrays().from_rows(indices, values, gradient.shape)
+
+
+def host_call(
+    function: Callable[[Sequence[Array], list[Gradient], Sequence[Array] | None], Sequence[Gradient]],
+    numbers: Sequence[Any],
+    gradients: Sequence[Any],
+    layout: GradientLayout,
+    device: Any,
+    flag: Callable[[], int],
+    returned: GradientLayout | None = None,
+    *,
+    keeps: bool,
+) -> tuple[list[Any], Any]:
+    """Calls ``function(numbers, gradients, out)`` on the host, from any step; returns gradients, and ``flag()`` then.
+    A sparse one is two arrays of varying rows, indices and values; on a ``device`` dense ones stay. ``out``: arrays
+    for results, those of ``gradients`` unless it ``keeps`` these until it returns, or ``None``.
+    """
+    adapter, returned = keras_arrays(), layout if returned is None else returned
+    inputs = [each if keras.ops.is_tensor(each) else keras.ops.convert_to_tensor(each, "int32") for each in numbers]
+    for gradient in gradients:
+        rows = adapter.rows_of(gradient)
+        inputs += (gradient,) if rows is None else rows[:2]
+
+    def on_host(hosts: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
+        results: list[Array] = []
+        own = _joined(hosts[len(numbers) :], layout, _rows_on_host)
+        for result in function(hosts[: len(numbers)], own, out):
+            results += (result.indices, result.values) if isinstance(result, SparseRows) else (result,)
+        return [*results, np.asarray(flag(), np.int32)]
+
+    outputs: list[ArraySpec] = []
+    for each in returned:
+        if isinstance(each, RowsLayout):
+            outputs += ArraySpec((None,), each.index_dtype), ArraySpec((None, *each.shape[1:]), each.dtype)
+        else:
+            outputs.append(ArraySpec(*each))
+    outputs.append(FLAG)
+    if device is not None:
+        *results, flagged = device_adapter(device.framework).device_call(on_host, inputs, outputs)
+    elif any(isinstance(each, RowsLayout) for each in (*layout, *returned)):
+        *results, flagged = adapter.host_call(on_host, inputs, outputs)
+    else:
+        keeps = keeps or returned != layout
+        *results, flagged = adapter.host_update(on_host, inputs, outputs, replaced=len(returned), keeps=keeps)
+    return _joined(results, returned, adapter.from_rows), flagged
+
+
+def _rows_on_host(indices: Any, values: Any, shape: tuple[int, ...]) -> SparseRows:
+    if not isinstance(values, np.ndarray):
+        indices, values = map(keras_arrays().to_host, (indices, values))
+    return SparseRows(indices, values, shape)
+
+
+def _joined(arrays: Sequence[Any], layout: GradientLayout, from_rows: Callable[..., Any]) -> list[Any]:
+    parts = iter(arrays)
+    return [
+        from_rows(next(parts), next(parts), each.shape) if isinstance(each, RowsLayout) else next(parts)
+        for each in layout
+    ]
+
+
+def layout_entry(gradient: Any, variable: Any) -> Any:
+    """The entry of a gradient in the layout: its static shape may be unknown, that of the variable is not."""
+    rows = keras_arrays().rows_of(gradient)
+    shape = tuple(variable.shape)
+    if rows is None:
+        return shape, dtype_of(gradient)
+    return RowsLayout(shape, dtype_of(rows[1]), dtype_of(rows[0]), repeats=is_embedding(variable))
+
+
+def is_embedding(variable: Any) -> bool:
+    """Whether ``variable`` is the table of a ``keras.layers.Embedding``, which gives it this name."""
+    return bool(getattr(variable, "name", None) == "embeddings")
+
+
+def scaled(gradient: Any, factor: float, variable: Any) -> Any:
+    """The gradient of ``variable`` times a factor."""
+    adapter = keras_arrays()
+    rows = adapter.rows_of(gradient)
+    return gradient * factor if rows is None else adapter.from_rows(rows[0], rows[1] * factor, tuple(variable.shape))
+
+
+def keras_arrays() -> ArrayAdapter:
+    """The adapter of the framework that Keras uses."""
+    return framework_adapter(keras.backend.backend())
+
+
+def dtype_of(tensor: Any) -> np.dtype[np.generic]:
+    """The dtype of a tensor or variable."""
+    dtype: np.dtype[np.generic] = np.dtype(keras.backend.standardize_dtype(tensor.dtype))
+    return dtype

@@ -1,0 +1,234 @@
+"""Optimizers of which each rank has a slice of the state, and makes the update of the variables' items in it. Two
+ranks, a variable v and Adam::
+
+                 rank 0                             rank 1
+    gradients    ─────────────── reducescatter ────────────────      parallel/reduce/slices.py
+                 g[:n]                              g[n:]
+    norms        ─────────── allreduce, to clip by them ───────      one number for each variable
+    update       v[:n], m[:n], …                    v[n:], m[n:], …  Keras', unchanged, on the slice variables
+    weights      ───────────────── allgather ──────────────────
+                 v                                  v
+
+Files have the state of one process, which a rank alone may write: ``whole_state.py``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+from numpy.typing import NDArray
+
+from choros.errors import ConfigError
+from choros.training.keras_internals import slice_variables
+from choros.training.keras_internals.models import derive, innermost, own_variables, update_if_finite
+from choros.training.keras_internals.slice_variables import Outline, outline_of
+from choros.training.optimizer_slots import OptimizerSlots
+from choros.training.sliced_state import Slices
+from choros.training.variables import OF_SLICE, value_of
+from choros.training.whole_state import WholeState, host_value
+
+_ATTRIBUTE, _STATE = "_choros_slices", "_choros_state"
+
+
+class _Sliced:
+    """What the class of an optimizer overrides that is built with slice variables."""
+
+    def build(self: Any, variables: Any) -> None:
+        """Builds the optimizer for this rank's slice variables."""
+        slices = slices_of(self)
+        super().build(variables)  # type: ignore[misc]
+        for (index, _), own in slices.own.items():
+            if own is not slices.variables[index]:
+                slice_variables.decays_as(self, own, slices.variables[index])
+        state = state_of(self)
+        for variable in state.slots.of_slices:
+            object.__setattr__(variable, OF_SLICE, state)
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        slices_of(self).clipped = trainable_variables
+        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        """Clips by the norms of whole gradients."""
+        optimizer: Any = self
+        slices = slices_of(self)
+        if not (optimizer.clipnorm or optimizer.global_clipnorm):
+            return super()._clip_gradients(grads)  # type: ignore[misc]
+        squares = slices.squares(grads)
+        if optimizer.clipnorm:
+            factors = optimizer.clipnorm / keras.ops.maximum(keras.ops.sqrt(squares), optimizer.clipnorm)
+            return slices.scaled(grads, factors)
+        norm, limit = keras.ops.sqrt(keras.ops.sum(squares)), optimizer.global_clipnorm
+        scale = limit * keras.ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)  # NaN for infinities, as in Keras
+        return [gradient if gradient is None else gradient * scale for gradient in grads]  # rows become dense, as there
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Keras', for moving averages of which each rank has its slices."""
+        del var_list
+        slices = slices_of(self)
+        if self.use_ema:  # type: ignore[attr-defined]
+            slices.load()
+            super().finalize_variable_values(slices.slice_variables)  # type: ignore[misc]
+            slices.gather(state_of(self).check_start, everything=True)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> Any:
+        if save_type == "checkpoint":
+            raise ConfigError(
+                "tf.train.Checkpoint would write the slices of one rank, which no other number of ranks can read: save "
+                "with model.save() or model.save_weights(), or leave shard_state out."
+            )
+        return super()._trackable_children(save_type, **options)  # type: ignore[misc]
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes what one process would write, gathered from the ranks one variable at a time."""
+        save_slots(self, store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads this rank's slices of what one process would read."""
+        load_slots(self, store)
+
+
+class _SlicedLossScale:
+    """What the class of a ``LossScaleOptimizer`` around such an optimizer overrides."""
+
+    def check_finite(self, grads: Any) -> Any:
+        """Whether the gradients of all ranks' slices are finite."""
+        return slices_of(self).all_finite(super().check_finite(grads))  # type: ignore[misc]
+
+    def save_own_variables(self, store: Any) -> None:
+        """See ``_Sliced``."""
+        save_slots(self, store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """See ``_Sliced``."""
+        load_slots(self, store)
+
+
+def apply_scaled(optimizer: Any, gradients: Sequence[Any], own: Sequence[Any]) -> None:
+    """``apply`` of a ``LossScaleOptimizer`` on JAX, whose own works nowhere, with gradients of some slice variables."""
+    given = dict(zip(map(id, own), gradients, strict=True))
+    parts = slices_of(optimizer).slice_variables
+    every = [given.get(id(part)) for part in parts]
+    finite = optimizer.check_finite(every)
+    assigned = [*parts, *optimizer.variables]
+    values, state = ([value_of(variable) for variable in each] for each in (parts, optimizer.variables))
+    updated = update_if_finite(optimizer, finite, state, every, values)
+    for variable, value in zip(assigned, [each for part in updated for each in part], strict=True):
+        variable.assign(value)
+
+
+def whole_values(optimizer: Any) -> Iterator[NDArray[Any]]:
+    """Yields the state that one process would have, one variable at a time; a call on this rank suffices."""
+    if not has_slices(optimizer):
+        yield from map(host_value, optimizer.variables)
+        return
+    state = state_of(optimizer)
+    yield from map(host_value, _outer_variables(optimizer))
+    for number in range(len(state.slots.whole)):
+        yield state.whole(number)
+
+
+def whole_outlines(optimizer: Any) -> list[Outline]:
+    """Returns what ``whole_values`` will be."""
+    if not has_slices(optimizer):
+        return list(map(outline_of, optimizer.variables))
+    own = list(map(outline_of, _outer_variables(optimizer)))
+    return own + [slot.outline for slot in state_of(optimizer).slots.whole]
+
+
+def assign_whole(optimizer: Any, values: Sequence[NDArray[Any]]) -> None:
+    """Gives this rank its part of a state that one process, or any number of ranks, had."""
+    own = _outer_variables(optimizer) if has_slices(optimizer) else list(optimizer.variables)
+    for variable, value in zip(own, values, strict=False):
+        variable.assign(value)
+    for number, value in enumerate(values[len(own) :]):
+        state_of(optimizer).assign(number, value)
+
+
+def undivided_values(optimizer: Any) -> list[NDArray[Any]]:
+    """Returns the state of which all ranks have the same."""
+    return [*map(host_value, _outer_variables(optimizer)), *map(state_of(optimizer).whole, _undivided(optimizer))]
+
+
+def assign_undivided(optimizer: Any, values: Sequence[NDArray[Any]]) -> None:
+    """Gives this rank the ``undivided_values`` of another one."""
+    own = _outer_variables(optimizer)
+    for variable, value in zip(own, values, strict=False):
+        variable.assign(value)
+    for number, value in zip(_undivided(optimizer), values[len(own) :], strict=True):
+        state_of(optimizer).assign(number, value)
+
+
+def _undivided(optimizer: Any) -> list[int]:
+    ranges = slices_of(optimizer).ranges
+    return [number for number, slot in enumerate(state_of(optimizer).slots.whole) if slot.index not in ranges]
+
+
+def has_slices(optimizer: Any) -> bool:
+    """Whether ranks have slices of the optimizer's state."""
+    return hasattr(innermost(optimizer), _ATTRIBUTE)
+
+
+def save_slots(optimizer: Any, store: Any) -> None:
+    """Writes the state to ``store`` as one process would, for ``save_own_variables``; on any ranks."""
+    for number, value in enumerate(whole_values(optimizer)):
+        store[str(number)] = value
+
+
+def load_slots(optimizer: Any, store: Any) -> None:
+    """Reads this rank's part of a state that was saved by any number of ranks, for ``load_own_variables``."""
+    expected, given = len(whole_outlines(optimizer)), len(store.keys())
+    if expected != given:
+        warnings.warn(
+            f"the state of the optimizer {optimizer.name!r} was not loaded: it has {expected} variables, and the file "
+            f"{given}. Was it saved with another optimizer, or before the first step?",
+            stacklevel=2,
+        )
+        return
+    state, own = state_of(optimizer), _outer_variables(optimizer)
+    for number, variable in enumerate(own):
+        variable.assign(store[str(number)])
+    for number in range(expected - len(own)):
+        state.assign(number, store[str(len(own) + number)])
+
+
+def _outer_variables(optimizer: Any) -> list[Any]:
+    return [] if innermost(optimizer) is optimizer else own_variables(optimizer)
+
+
+def slices_of(optimizer: Any) -> Slices:
+    """The slices of an optimizer that has some, or of the one inside it."""
+    slices: Slices = getattr(innermost(optimizer), _ATTRIBUTE)
+    return slices
+
+
+def state_of(optimizer: Any) -> WholeState:
+    """The state that one process would have, of an optimizer of which this rank has slices."""
+    state: WholeState = getattr(innermost(optimizer), _STATE)
+    return state
+
+
+def slice_state(optimizer: Any, slices: Slices, state: WholeState) -> None:
+    """Makes an optimizer one that is to be built with slice variables; ``derive`` it again around its new class."""
+    inner = innermost(optimizer)
+    inner.__class__ = derive(type(inner), _Sliced)
+    object.__setattr__(inner, _ATTRIBUTE, slices)
+    object.__setattr__(inner, _STATE, state)
+    if inner is not optimizer:
+        optimizer.__class__ = derive(type(optimizer), _SlicedLossScale)
+
+
+def rebuild(optimizer: Any, slices: Slices, slots: OptimizerSlots) -> None:
+    """Builds an optimizer anew, for other slices; the state in them is as Keras begins it."""
+    inner = innermost(optimizer)
+    slices_of(optimizer).is_replaced = True
+    object.__setattr__(inner, _ATTRIBUTE, slices)
+    state_of(optimizer).cut_anew(slices, slots)
+    variables = slices.slice_variables
+    slice_variables.unbuild(inner, slots.first)
+    _Sliced.build(inner, variables)
+    if inner is not optimizer:
+        slice_variables.trains(optimizer, variables)

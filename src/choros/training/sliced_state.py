@@ -1,0 +1,380 @@
+"""The slices of an optimizer's state, and of the variables that it trains, that this rank has. A slice variable stands
+for the items of a variable in one slice while Keras updates these. Optimizers that work item by item have even slices;
+others have whole variables, which are their own slice variables. A step: see ``sliced_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+
+from choros.arrays import ArraySpec
+from choros.comm import ProcessSet, Reduction, global_process_set, on_change
+from choros.comm.membership import Change
+from choros.errors import ConfigError
+from choros.parallel.ops import allreduce
+from choros.parallel.reduce.gradients import Ranges, SliceLayout
+from choros.parallel.reduce.slices import Holders, even_slices, gather_held, whole_slices
+from choros.training.host_gradients import dtype_of, is_embedding, keras_arrays, scaled
+from choros.training.keras_internals import slice_variables
+from choros.training.keras_internals.models import MultiOptimizer, innermost
+
+#: Keras' optimizers that update each item by its own gradient and state.
+_BY_ITEM = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
+#: What a user's class may override, so that it needs whole variables; and what it may not.
+_OF_VARIABLES = frozenset(("build", "update_step", "_backend_update_step", "_parallel_update_step"))
+_OF_ALL = frozenset(("apply", "stateless_apply", "_backend_apply_gradients", "_clip_gradients"))
+#: The gradient of a variable of which this rank has no items.
+ELSEWHERE: Any = object()
+#: The items of a variable, by its index, that are in the slice with this number.
+Piece: TypeAlias = tuple[int, int]
+#: In place of that number: each rank trains the variable alone.
+ALONE = -1
+
+
+@final
+class Slices:
+    """The slices of the variables that an optimizer trains, among the ranks of a process set: this one has its own, and
+    in an elastic job the copy of another one.
+
+    Attributes:
+        variables: all variables, in the optimizer's order.
+        holders: which ranks have which slices.
+        own: by their pieces, the slice variables that this rank has.
+        ranges: by their indices, the items in each slice of the variables that are divided.
+        by_item: whether variables are cut.
+        receives_whole: whether each rank receives whole gradients, as it has two slices.
+        is_replaced: whether slices were cut anew since.
+        seen: the members in the last update, which all have seen together.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        variables: Sequence[Any],
+        process_set: ProcessSet,
+        local: Sequence[Any],
+        holders: Holders | None = None,
+    ) -> None:
+        """``local`` variables are trained by each rank alone, and are their own slice variables. ``holders`` may be
+        those of before this rank has joined, which has nothing then; by default they are the ranks that there are.
+        """
+        communicator = process_set.communicator
+        self.variables = list(variables)
+        self.process_set = process_set
+        self.rank = communicator.rank
+        self.holders = holders or holders_now(process_set)
+        self.held = self.holders.slices_of(communicator.launched[communicator.rank])
+        self.receives_whole = communicator.elastic
+        self.is_replaced = False
+        self.seen = self.holders.members
+        self._present = communicator.launched
+        if self.receives_whole and process_set is global_process_set:
+            self._follow()
+        self.by_item = works_by_item(optimizer)
+        self._indices = {id(variable): index for index, variable in enumerate(variables)}
+        alone = {id(each) for each in (*local, *filter(_is_overwritten, variables))}
+        shared = [index for index, variable in enumerate(variables) if id(variable) not in alone]
+        self.ranges: dict[int, Ranges] = dict(zip(shared, self._divided(shared), strict=True))
+        self.own: dict[Piece, Any] = {}
+        for index, variable in enumerate(variables):
+            if index not in self.ranges:
+                self.own[index, ALONE] = variable
+                continue
+            for number in self.held:
+                start, stop = self.ranges[index][number]
+                if start < stop:
+                    self.own[index, number] = self._slice_variable(variable, stop - start)
+        self._pieces = {id(own): piece for piece, own in self.own.items()}
+        self._padding = slice_variables.create_padding()
+        #: The variables of the present update, or of the last one; and the slice variables whose gradients are clipped.
+        self._updated = list(range(len(variables)))
+        self.clipped: Sequence[Any] = ()
+        self._ordering: Any = None
+        self._overwrites = bool(getattr(innermost(optimizer), "ema_overwrite_frequency", None))
+
+    def _follow(self) -> None:
+        """Notes which members are lost."""
+        own = weakref.WeakMethod(self._on_change)
+
+        def listener(change: Change) -> None:
+            method = own()
+            if method is not None:
+                method(change)
+
+        weakref.finalize(self, on_change(listener)).atexit = False
+
+    def _on_change(self, change: Change) -> None:
+        self.holders = self.holders.without({self._present[rank] for rank in change.lost if rank < len(self._present)})
+        self._present = self.process_set.communicator.launched
+
+    def _divided(self, shared: Sequence[int]) -> Sequence[Ranges]:
+        sizes = [math.prod(self.variables[index].shape) for index in shared]
+        number = len(self.holders.members)
+        if not self.by_item:
+            return whole_slices(sizes, number)
+        return even_slices(sizes, [_least_items(self.variables[index]) for index in shared], number)
+
+    def _slice_variable(self, variable: Any, items: int) -> Any:
+        if not self.by_item:
+            return variable
+        width = _least_items(variable)
+        return slice_variables.create(variable, (items,) if width == 1 else (items // width, *variable.shape[1:]))
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What the ``slice_variables`` stand for; the last one for nothing."""
+        return [*self.own, (-1, ALONE)]
+
+    @property
+    def slice_variables(self) -> list[Any]:
+        """The slice variables with which the optimizer is built. The last one stands for no variable: a rank that has
+        no items counts its updates by it.
+        """
+        return [*self.own.values(), self._padding]
+
+    def is_divided(self, variable: Any) -> bool:
+        """Whether ranks have slices of ``variable``: else each trains it alone."""
+        return self._indices[id(variable)] in self.ranges
+
+    def layout_of(self, variable: Any) -> SliceLayout | None:
+        """How the gradient of ``variable`` is divided; ``None`` if each rank receives it whole."""
+        index = self._indices[id(variable)]
+        return self.layout(index) if index in self.ranges and not self.receives_whole else None
+
+    def layout(self, index: int) -> SliceLayout:
+        """How the variable with this index is divided."""
+        variable = self.variables[index]
+        return SliceLayout(tuple(variable.shape), dtype_of(variable), self.ranges[index])
+
+    def pieces_of(self, variable: Any) -> list[Piece]:
+        """This rank's pieces of ``variable``."""
+        index = self._indices[id(variable)]
+        return [piece for number in (ALONE, *self.held) if (piece := (index, number)) in self.own]
+
+    def cut(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Mapping[Piece, Any] | None]:
+        """Returns this rank's pieces of whole gradients; ``None`` stays ``None``."""
+        return [
+            None if gradient is None else {piece: self._items(gradient, piece) for piece in self.pieces_of(variable)}
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+
+    def _items(self, gradient: Any, piece: Piece) -> Any:
+        index, number = piece
+        if number == ALONE or not self.by_item:
+            return gradient
+        start, stop = self.ranges[index][number]
+        own_shape, shape = tuple(self.own[piece].shape), tuple(self.variables[index].shape)
+        rows, width = keras_arrays().rows_of(gradient), _least_items(self.variables[index])
+        if rows is not None and width > 1:
+            return rows_within(rows[0], rows[1], start // width, own_shape)
+        flat = keras.ops.reshape(keras_arrays().to_dense(gradient, shape), (-1,))
+        return keras.ops.reshape(flat[start:stop], own_shape)
+
+    def placed(self, items: Sequence[Any], variables: Sequence[Any]) -> list[Mapping[Piece, Any] | None]:
+        """Returns the pieces of the gradients that this rank has received, in the shapes of the slice variables."""
+        if self.receives_whole:
+            return self.cut(items, variables)
+
+        def place(gradient: Any, variable: Any) -> Mapping[Piece, Any] | None:
+            if gradient is None or gradient is ELSEWHERE:
+                return None if gradient is None else {}
+            sparse = keras_arrays().rows_of(gradient) is not None
+            return {
+                piece: gradient if sparse else keras.ops.reshape(gradient, tuple(self.own[piece].shape))
+                for piece in self.pieces_of(variable)
+            }
+
+        return [place(*pair) for pair in zip(items, variables, strict=True)]
+
+    # updates ----------------------------------------------------------------------------------------
+
+    def own_pairs(
+        self, gradients: Sequence[Mapping[Piece, Any] | None], variables: Sequence[Any], after: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns this rank's ``placed`` gradients of an update of ``variables``, and their slice variables; the last
+        pair is that of the padding. Collectives of a TensorFlow graph are in the order of what they compute with: the
+        padding's gradient, of zeros, is computed from ``after``, a number that the reduction has returned.
+        """
+        indices = [self._indices[id(variable)] for variable in variables]
+        self._updated = [index for index, each in zip(indices, gradients, strict=True) if each is not None]
+        pairs = [(each, self.own[piece]) for own in gradients if own is not None for piece, each in own.items()]
+        zeros = keras.ops.zeros(self._padding.shape)
+        self._ordering = zeros if after is None else zeros * keras.ops.cast(after, zeros.dtype)
+        pairs.append((self._ordering, self._padding))
+        return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+
+    def load(self) -> None:
+        """Gives the slice variables their items."""
+        for piece in self._cut_here:
+            index, number = piece
+            slice_variables.load(self.own[piece], self.variables[index], self.ranges[index][number][0])
+
+    def gather(self, begin: Callable[[], None], *, everything: bool = False) -> None:
+        """Gives the variables of the update the items of all slice variables; then constraints apply. ``begin`` is
+        called on the host before.
+        """
+        everything = everything or self._overwrites
+        updated = self.ranges if everything else [index for index in self._updated if index in self.ranges]
+        indices = sorted(updated)
+        if indices:
+            self._gather(indices, begin)
+        for piece in self._cut_here:
+            slice_variables.release(self.own[piece])
+        for index in indices if self.by_item else ():
+            variable = self.variables[index]
+            if variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+
+    @property
+    def _cut_here(self) -> list[Piece]:
+        return [piece for piece, own in self.own.items() if own is not self.variables[piece[0]]]
+
+    def _gather(self, indices: Sequence[int], begin: Callable[[], None]) -> None:
+        communicator = self.process_set.communicator
+        layout = [self.layout(index) for index in indices]
+        if keras.backend.backend() == "torch":
+            values = [self.variables[index].value.detach() for index in indices]
+            if _writable(values):  # the slice variables are parts of them
+                outs = [keras_arrays().to_host(value).reshape(-1) for value in values]
+                held = {
+                    number: [out[slice(*each.ranges[number])] for out, each in zip(outs, layout, strict=True)]
+                    for number in self.held
+                }
+                if self.receives_whole:  # what comes of a rank that is lost overwrites the others' items, too
+                    held = {number: [each.copy() for each in parts] for number, parts in held.items()}
+                begin()
+                gather_held(communicator, layout, self.holders, held, outs)
+                self.seen = communicator.launched
+                return
+        here = [(place, (index, n)) for place, index in enumerate(indices) for n in self.held if (index, n) in self.own]
+
+        def on_host(hosts: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]] | None = None) -> Sequence[NDArray[Any]]:
+            if self.is_replaced:
+                raise ConfigError(
+                    "this function was compiled before slices were cut anew for other ranks, and would update those of "
+                    "before: compile it again when ranks have changed."
+                )
+            held = {number: [np.empty(0, each.dtype) for each in layout] for number in self.held}
+            for (place, (_, number)), host in zip(here, hosts[1:], strict=False):
+                held[number][place] = host.reshape(-1)
+            begin()
+            outs = None if out is None else [each.reshape(-1) for each in out]
+            gathered = gather_held(communicator, layout, self.holders, held, outs)
+            self.seen = communicator.launched
+            return gathered
+
+        given = [self._padding.value, *(self.own[piece].value for _, piece in here)]
+        given += [self.variables[index].value for index in indices]  # whose memory is that of the results, where it may
+        outputs = [ArraySpec(each.shape, each.dtype) for each in layout]
+        keeps = keras.backend.backend() != "jax"
+        values = keras_arrays().host_update(on_host, given, outputs, len(indices), keeps=keeps)
+        for index, value in zip(indices, values, strict=True):
+            self.variables[index].assign(value)
+
+    # what needs all items ---------------------------------------------------------------------------
+
+    def squares(self, gradients: Sequence[Any]) -> Any:
+        """Returns a vector that has the sum of the squares of each variable's gradient, of all slices."""
+        sums: dict[Piece, Any] = {}
+        for own, gradient in zip(self.clipped, gradients, strict=True):
+            if gradient is not None and id(own) in self._pieces:
+                rows = keras_arrays().rows_of(gradient)
+                values = keras.ops.cast(gradient if rows is None else rows[1], "float32")
+                sums[self._pieces[id(own)]] = keras.ops.sum(keras.ops.square(values))
+        pieces, communicator = list(self.own), self.process_set.communicator
+
+        def on_host(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
+            def sum_of_all() -> NDArray[Any]:
+                senders, total = self.holders.senders(communicator.launched), np.zeros(len(self.variables), np.float32)
+                for (index, number), value in zip(pieces, hosts[0], strict=False):
+                    if number != ALONE and senders[number] == communicator.rank:  # of a slice and its copy, one counts
+                        total[index] += value
+                summed: NDArray[Any] = allreduce(total, Reduction.SUM, process_set=self.process_set)
+                return summed
+
+            return [communicator.atomic(sum_of_all)]
+
+        vector = _vector([*(sums.get(piece) for piece in pieces), keras.ops.sum(self._ordering)])
+        output = ArraySpec((len(self.variables),), np.dtype(np.float32))
+        (shared,) = keras_arrays().host_call(on_host, [vector], [output])
+        return shared + _vector([sums.get((index, ALONE)) for index in range(len(self.variables))])
+
+    def scaled(self, gradients: Sequence[Any], factors: Any) -> list[Any]:
+        """Returns the gradients times the ``factors`` of their variables."""
+
+        def times(gradient: Any, own: Any) -> Any:
+            piece = self._pieces.get(id(own))
+            return gradient if gradient is None or piece is None else scaled(gradient, factors[piece[0]], own)
+
+        return [times(*pair) for pair in zip(gradients, self.clipped, strict=True)]
+
+    def all_finite(self, finite: Any) -> Any:
+        """Returns whether ``finite`` is true on all ranks."""
+        number = keras.ops.cast(finite, "float32")
+        return allreduce(number, Reduction.MIN, process_set=self.process_set) > 0
+
+
+def holders_now(process_set: ProcessSet) -> Holders:
+    """Who is to have which slices, as ranks are now."""
+    communicator = process_set.communicator
+    return Holders.of(communicator.launched, communicator.hosts(), copies=communicator.elastic)
+
+
+def works_by_item(optimizer: Any) -> bool:
+    """Whether an optimizer updates each item of a variable alone; otherwise it needs whole variables.
+
+    Raises:
+        ConfigError: it may need all variables.
+
+    >>> works_by_item(keras.optimizers.Adam()), works_by_item(keras.optimizers.Lamb())
+    (True, False)
+    """
+    inner = innermost(optimizer)
+    kinds = type(inner).__mro__
+    users = [*itertools.takewhile(lambda kind: not kind.__module__.startswith("keras."), kinds)]
+    overridden = {name for kind in users if not kind.__module__.startswith("choros.") for name in vars(kind)}
+    name = type(inner).__name__
+    if isinstance(inner, MultiOptimizer) or overridden & _OF_ALL:
+        why = f"it overrides {', '.join(sorted(overridden & _OF_ALL))}" if overridden & _OF_ALL else "it has several"
+        raise ConfigError(
+            f"shard_state=True: each rank would apply {name} to some variables, or items of them, but {name} may need "
+            f"all ({why}): leave shard_state out, or override update_step() only."
+        )
+    by_item = tuple(getattr(keras.optimizers, each) for each in _BY_ITEM)
+    return isinstance(inner, by_item) and not overridden & _OF_VARIABLES
+
+
+def _least_items(variable: Any) -> int:
+    """The number of items of a variable that are not separated: a row of an embedding, whose gradient may be rows."""
+    is_table = is_embedding(variable) and keras.backend.backend() == "tensorflow"
+    return math.prod(variable.shape[1:]) if is_table else 1
+
+
+def _is_overwritten(variable: Any) -> bool:
+    """Whether a variable becomes its gradient: a scale of float8."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def _writable(values: Sequence[Any]) -> bool:
+    own: Any = keras_arrays()
+    return bool(own.own_host_memory(values))
+
+
+def _vector(numbers: Sequence[Any]) -> Any:
+    return keras.ops.stack([keras.ops.zeros(()) if each is None else each for each in numbers])
+
+
+def rows_within(indices: Any, values: Any, first: int, shape: tuple[int, ...]) -> Any:
+    """Returns the rows of a sparse gradient of TensorFlow that are in a slice variable of this ``shape``."""
+    import tensorflow as tf
+
+    kept = tf.where((indices >= first) & (indices < first + shape[0]))[:, 0]
+    return keras_arrays().from_rows(tf.gather(indices, kept) - first, tf.gather(values, kept), shape)

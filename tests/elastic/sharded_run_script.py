@@ -1,0 +1,62 @@
+"""Trains by ``hvd.elastic.run`` with a ``KerasState``, of whose optimizer each rank has slices: row i of the data is
+trained on once, in a loop; with a momentum of 1, the optimizer's state is the sum of all gradients.
+
+Arguments: where ranks are killed, such as ``1@5,2@9``; ``replaced``: steps 20 and later wait until new ranks have taken
+their places; ``clipped``: gradients are clipped to a norm of half of theirs. Prints a line of JSON on each rank. New
+ranks, and those that are started again, are not killed.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import keras
+import numpy as np
+
+import choros.keras as hvd
+from choros.comm import global_process_set
+from choros.training.sliced_optimizer import whole_values
+
+ROWS, BATCH = 600, 12
+hvd.init()
+number, is_later = hvd.rank(), global_process_set.communicator.is_new or "CHOROS_RESTARTS" in os.environ
+kills = {} if is_later else dict(tuple(map(int, each.split("@"))) for each in sys.argv[1].split(",") if each)
+size = hvd.size()
+model = keras.Sequential([keras.Input((ROWS,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+norm = BATCH**0.5 / 2 if "clipped" in sys.argv else None
+optimizer = keras.optimizers.SGD(1.0, momentum=1.0, global_clipnorm=norm)
+optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum, shard_state=True)
+model.compile(optimizer, lambda y_true, y_pred: keras.ops.sum(y_pred))
+rows = np.eye(ROWS, dtype="float32")
+
+
+@hvd.elastic.run
+def train(state):
+    while state.step * BATCH < ROWS:
+        if kills.get(number) == state.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "replaced" in sys.argv and state.step == 20 and hvd.size() < size:
+            time.sleep(0.01)
+            state.check_host_updates()
+            continue
+        first = state.step * BATCH
+        own = rows[first : first + BATCH][hvd.rank() :: hvd.size()]
+        model.train_on_batch(own, np.zeros((len(own), 1), "float32"))
+        state.step += 1
+        state.commit()
+
+
+train(hvd.elastic.KerasState(model, step=0))
+held = sum(np.prod(each.shape) for each in optimizer.variables if each.ndim)
+whole = list(whole_values(optimizer))
+counts = -next(each for each in whole if each.ndim == 2)[:, 0]
+report = {
+    "number": number,
+    "size": hvd.size(),
+    "wrong": {str(row): float(counts[row]) for row in np.flatnonzero(~np.isclose(counts, 0.5 if norm else 1, 1e-6, 0))},
+    "weights": model.get_weights()[0].tobytes().hex()[:200],
+    "held": float(held / sum(each.size for each in whole if each.ndim)),
+}
+print(json.dumps(report), flush=True)

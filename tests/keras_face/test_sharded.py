@@ -1,0 +1,54 @@
+"""Optimizers of which each rank has a slice of the state, on two and three ranks; see ``sharded_cases.py``."""
+
+import pytest
+
+from harness import FRAMEWORKS, Job, check_case, on_frameworks
+
+MODULE = "keras_face.sharded_cases"
+#: The optimizers, of which each framework has some: what they do with slices depends little on it.
+OPTIMIZERS = {
+    "case_sgd": "torch",
+    "case_adam": "torch tensorflow",
+    "case_adamw": "torch jax",
+    "case_adamax": "torch",
+    "case_nadam": "torch jax",
+    "case_rmsprop": "torch tensorflow",
+    "case_adagrad": "torch",
+    "case_adadelta": "torch",
+    "case_ftrl": "torch",
+    "case_lion": "torch",
+    "case_muon": "torch tensorflow",
+    "case_adafactor": "torch jax",
+    "case_lamb": "torch",
+}
+ON_SOME = {
+    **OPTIMIZERS,
+    "case_a_process_set": "",  # of fewer ranks than all: on three
+    "case_bytes_of_a_rank": "torch",
+    "case_constraints_are_of_whole_weights": "torch",
+    "case_compression": "torch",
+    "case_backward_passes_per_step": "torch",
+    "case_few_trained_weights_of_many": "torch jax",
+    "case_ranks_that_start_from_different_weights": "torch tensorflow",
+    "case_rows_of_an_embedding": "torch tensorflow",
+}
+ON_THREE = (
+    "case_adam",
+    "case_muon",
+    "case_bytes_of_a_rank",
+    "case_fit_with_a_last_batch_of_one_row",
+    "case_a_process_set",
+    "case_one_rank_alone_saves_files_of_one_process",
+)
+
+
+@on_frameworks(MODULE, ON_SOME, ON_THREE)
+def test_ranks(case: str, job: Job) -> None:
+    check_case(MODULE, case, job)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_each_optimizer_on_each_framework(case: str, framework: str) -> None:
+    check_case(MODULE, case, Job(2, framework))
