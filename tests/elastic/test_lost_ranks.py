@@ -503,6 +503,47 @@ def test_a_commit_of_elastic_run_has_the_state_of_one_process(tmp_path):
     assert [(report["wrong"], report["size"]) for report in reports] == [({}, 4)] * 4
 
 
+@pytest.mark.parametrize(
+    ("kills", "how", "left"),
+    [
+        ("0@7,2@20", "run", [1, 3]),
+        ("1@5", "replaced", [0, 1, 2, 3]),
+        pytest.param("1@5,2@5", "commits", [0, 1, 2, 3], marks=pytest.mark.nightly),  # a slice and its copy
+        ("0@7,1@20,2@30", "run", [3]),
+    ],
+)
+def test_slices_of_torch_in_a_function_of_elastic_run(kills, how, left, tmp_path):
+    more = {"run": ("--reset-limit", 0), "replaced": (), "commits": ("--commit-dir", tmp_path, "--reset-limit", 1)}
+    env = TORCH | {"CHOROS_SHARD_STATE": "1", "EXAMPLES": "600"}
+    script = (sys.executable, HERE / "torch_script.py", kills, "run" if how == "commits" else how)
+    ended = run("-np", 4, "--min-np", 1, *more[how], *script, env=env, warm=True)
+    assert ended.code == 0, ended.err
+    reports = sorted((json.loads(each) for each in re.findall(r"{.*}", ended.out)), key=lambda each: each["rank"])
+    assert [report["rank"] for report in reports] == left
+    assert [(report["size"], report["wrong"]) for report in reports] == [(len(left), {})] * len(left), ended.err
+    assert {weight for report in reports for weight in report["weights"]} == {0}
+    assert sum(report["held"] for report in reports) == pytest.approx(1, abs=0.01)
+
+
+def test_slices_of_torch_in_a_loop_of_ones_own_are_lost_with_a_rank():
+    env = TORCH | {"CHOROS_SHARD_STATE": "1", "EXAMPLES": "600"}
+    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
+    ended = run(*flags, sys.executable, HERE / "torch_script.py", "1@5", "plain", env=env, warm=True)
+    assert ended.code == 69
+    assert re.search("optimizer's state .*: use\\s+hvd.elastic.run", ended.err), ended.err
+
+
+@pytest.mark.parametrize("kills", ["0@7,2@20", pytest.param("1@8", marks=pytest.mark.nightly)])
+def test_slices_of_optax_are_cut_from_commits_of_one_process(kills):
+    script = (sys.executable, HERE / "optax_script.py", kills)
+    ended = run("-np", 4, "--min-np", 1, "--reset-limit", 0, *script, env={"JAX_PLATFORMS": "cpu"}, warm=True)
+    assert ended.code == 0, ended.err
+    reports = [json.loads(each) for each in re.findall(r"{.*}", ended.out)]
+    left = 4 - len(kills.split(","))
+    assert [(report["wrong"], report["size"]) for report in reports] == [({}, left)] * left
+    assert sum(report["held"] for report in reports) == pytest.approx(1, abs=0.01)
+
+
 def sharded_run(framework, *arguments, flags=()):
     if framework not in FRAMEWORKS:
         pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")

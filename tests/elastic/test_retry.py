@@ -69,6 +69,25 @@ def changing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Changing]:
     choros.shutdown()
 
 
+def test_ranks_that_are_lost_one_after_another_are_no_failures(
+    changing: Changing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But losses count of which others have taken the places: they might come again and again."""
+    left = [5, 4, 3, 2]
+
+    def lose(_: Any) -> str:
+        if len(left) > 1:
+            del left[0]
+            raise PeerLostError("a rank was lost.")
+        return "the result"
+
+    monkeypatch.setattr(job, "members", lambda: left[0])
+    assert run(lose)(ObjectState()) == "the result"
+    left[:] = [5, 4, 5, 4, 5, 4, 5, 4]
+    with pytest.raises(PeerLostError):
+        run(lose)(ObjectState())
+
+
 class Traced(ObjectState):
     """Says what happens to it."""
 

@@ -3,7 +3,8 @@
 Arguments: the faults, and ``run`` for ``hvd.elastic.run``, ``plain`` for the loop alone, ``replaced`` for ``run`` until
 all ranks are there again. A fault ``1@5`` kills rank 1 before its step 5; ``1@5:bucket`` in it, before its second
 bucket of gradients: with CHOROS_OVERLAP=1 there are three lists of counts, each of which is a bucket; ``1@5:left``
-before it asks, after 5 steps, what is left. EXAMPLES is their number.
+before it asks, after 5 steps, what is left. EXAMPLES is their number. With CHOROS_SHARD_STATE, the state of Adagrad
+counts the examples, too: the sum of the squares of their gradients.
 """
 
 import json
@@ -23,7 +24,7 @@ from choros.parallel.reduce import plan
 EXAMPLES, BATCH, EPOCHS = int(os.environ.get("EXAMPLES", "103")), 4, 2
 hvd.init()
 number, size = hvd.rank(), hvd.size()
-is_new = global_process_set.communicator.is_new
+is_later = global_process_set.communicator.is_new or "CHOROS_RESTARTS" in os.environ
 faults = [
     re.fullmatch(r"(\d+)@(\d+)(:bucket|:left|)=?(\w*)(!?)", each).groups() for each in sys.argv[1].split(",") if each
 ]
@@ -33,8 +34,11 @@ if os.environ.get("CHOROS_OVERLAP") == "1":
 counts = [torch.nn.Parameter(torch.zeros(EXAMPLES)) for _ in range(lists)]
 model = torch.nn.Module()
 model.counts = torch.nn.ParameterList(counts)
+shards = bool(os.environ.get("CHOROS_SHARD_STATE"))
 optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(counts, lr=1.0), op=hvd.Sum, named_parameters=model.named_parameters()
+    torch.optim.Adagrad(counts, lr=1.0) if shards else torch.optim.SGD(counts, lr=1.0),
+    op=hvd.Sum,
+    named_parameters=model.named_parameters(),
 )
 sampler = hvd.elastic.ElasticSampler(range(EXAMPLES), seed=3)
 loader = torch.utils.data.DataLoader(range(EXAMPLES), batch_size=BATCH, sampler=sampler)
@@ -43,7 +47,7 @@ steps = 0
 
 def come(step, moment=""):
     for *fault, name, to_job in faults:
-        if fault == [str(number), str(step), moment] and not is_new:
+        if fault == [str(number), str(step), moment] and not is_later:
             started = psutil.Process(int(os.environ.get("CHOROS_TEST_CLIENT", os.getpid())))
             target = started.parents()[2].pid if to_job else os.getpid()  # wrapper, mpirun, chorosrun
             os.kill(target, signal.Signals[name or "SIGKILL"])
@@ -92,5 +96,14 @@ if sys.argv[2] in ("run", "replaced"):
     epochs = state.epoch
 else:
     plain()
-wrong = {str(row): float(each[row]) for each in counts for row in range(EXAMPLES) if each[row] != epochs}
-print(json.dumps({"rank": number, "size": hvd.size(), "wrong": wrong}), flush=True)
+report = {"rank": number, "size": hvd.size()}
+sums = counts
+if shards:
+    own = [each for state in optimizer.state.values() for each in state.values() if each.ndim]
+    report |= {
+        "held": sum(each.numel() for each in own) / EXAMPLES / lists,
+        "weights": [round(float(each[0]) - sum(k**-0.5 for k in range(1, epochs + 1)), 5) for each in counts],
+    }
+    sums = [state["sum"] for state in optimizer.state_dict()["state"].values()]
+report["wrong"] = {str(row): float(each[row]) for each in sums for row in range(EXAMPLES) if each[row] != epochs}
+print(json.dumps(report), flush=True)

@@ -6,6 +6,7 @@ for bit where they work item by item, and with plain Keras given the mean gradie
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import choros.keras as hvd
+from choros.errors import ConfigError
 from choros.training.distributed_optimizer import reducer_of
 from ranks.reference import of_one_rank
 
@@ -320,17 +322,40 @@ def case_few_trained_weights_of_many() -> None:
 def case_rows_of_an_embedding() -> None:
     """On TensorFlow gradients are rows, some of them twice; an embedding is cut between rows."""
 
-    def embedding() -> keras.Model:
+    def embedding(table: Callable[..., Any] = keras.layers.Embedding) -> keras.Model:
         keras.utils.set_random_seed(1)
         layers = [
             keras.Input((FEATURES,)),
             keras.layers.Lambda(lambda x: keras.ops.cast(keras.ops.abs(x * 9), "int32")),
         ]
-        layers += [keras.layers.Embedding(37, 5), keras.layers.Flatten(), keras.layers.Dense(1)]
+        layers += [table(37, 5), keras.layers.Flatten(), keras.layers.Dense(1)]
         return keras.Sequential(layers)
 
     check_fit(lambda: keras.optimizers.Adam(0.01, clipnorm=0.2), make=embedding)
     check_fit(lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.2), make=embedding)  # Keras makes rows dense
+    of_ones_own = functools.partial(embedding, Table)
+    if BACKEND == "tensorflow":
+        with pytest.raises(ConfigError, match="pass sparse_as_dense=True"):
+            fit(of_ones_own(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), shard_state=True))
+    one, other = (
+        fit(
+            of_ones_own(),
+            hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), shard_state=shard_state, sparse_as_dense=True),
+        ).get_weights()
+        for shard_state in (True, False)
+    )
+    assert_close(one, other)  # dense, Adam also changes the rows that a batch lacks
+
+
+class Table(keras.layers.Layer):  # type: ignore[misc]
+    """An embedding that choros does not know to be one."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = self.add_weight(shape=(rows, width), name="table")
+
+    def call(self, indices: Any) -> Any:
+        return keras.ops.take(self.weight, keras.ops.cast(indices, "int32"), axis=0)
 
 
 def case_a_process_set() -> None:

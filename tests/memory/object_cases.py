@@ -10,7 +10,8 @@ import pytest
 
 import choros.keras as hvd
 from choros.memory.model import BY_ITEMS, BY_VARIABLES, UNDIVIDED, rank_bytes
-from choros.memory.objects import nbytes, trained_model
+from choros.memory.objects import trained_model
+from choros.training.optimizer_slots import nbytes
 
 OPTIMIZERS = {
     "SGD": (keras.optimizers.SGD, {}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from choros.memory.model import (
 )
 from choros.memory.report import MemoryLimit, MemoryOutlook
 from harness import FRAMEWORKS, Job, check_case, needs, on_frameworks
-from launch.launched import HIDDEN
+from launch.launched import HIDDEN, run
 from ranks.environment import QUICK, hiding_path
 
 #: Two variables of Adam's in float32.
@@ -283,3 +284,31 @@ def test_a_saved_model(tmp_path: Path) -> None:
     broken = choros_memory("no.keras", cwd=tmp_path)
     assert (broken.returncode, broken.stdout) == (2, "")
     assert "no.keras cannot be loaded as a model of Keras" in broken.stderr
+
+
+TRAINS = """
+import keras, numpy as np, torch
+import choros.keras, choros.torch as hvd
+
+hvd.init()
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.Input((1024,)), keras.layers.Dense(1024, use_bias=False)])
+model.compile(choros.keras.DistributedOptimizer(keras.optimizers.Adam(), shard_state=True), "mse")
+model.fit(np.ones((4, 1024)), np.ones((4, 1024)), verbose=0)
+layer = torch.nn.Linear(1024, 1024, bias=False)
+for shard_state in (False, True):
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(layer.parameters()), shard_state=shard_state)
+    layer(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@needs("mpi4py")
+@pytest.mark.timeout(120)
+def test_verbose_says_once_what_a_rank_has() -> None:
+    ended = run("-np", 2, "--verbose", sys.executable, "-c", TRAINS, env={"KERAS_BACKEND": "torch"}, warm=True)
+    assert ended.code == 0, ended.err
+    said = re.findall("memory of a rank: 4.0 MiB of weights, 4.0 MiB of gradients, (.*)[.]", ended.out + ended.err)
+    sliced = "4.0 of 8.0 MiB of the state of Adam (shard_state)"
+    assert said == [sliced, "8.0 MiB of the state of Adam; with shard_state about 4.0 MiB", sliced]

@@ -751,6 +751,9 @@ def case_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="leave shard_state out"):
         optimizer.state_dict()
     hvd.barrier()
-    monkeypatch.setattr(hvd.global_process_set.communicator, "elastic", True)
-    with pytest.raises(ConfigError, match="not supported in an elastic job yet"):
-        sharded(SGD, model)
+    members = hvd.add_process_set([0])
+    if hvd.rank() == 0:
+        monkeypatch.setattr(members.communicator, "elastic", True)
+        with pytest.raises(ConfigError, match="not supported for some ranks of an elastic job"):
+            sharded(SGD, model, process_set=members)
+    hvd.remove_process_set(members)

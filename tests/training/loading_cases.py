@@ -11,6 +11,7 @@ import numpy as np
 import choros.keras as hvd
 from choros.observe.progress import page, read_page
 from choros.observe.stragglers import RankProgress
+from choros.training.keras_internals.fit import first_epoch_without_batches
 
 #: Long beside a step, behind which TensorFlow loads the next batch.
 PAUSE = 0.05
@@ -94,3 +95,16 @@ def case_an_iterator_of_tensorflow() -> None:
         raise AssertionError("it has not ended")
     assert total.experimental_get_tracing_count() == 1
     assert TimedIterator.of([1]) == [1]
+
+
+def case_many_calls_of_fit_in_an_elastic_job() -> None:
+    """What it puts around the training function on JAX, which is timed, it takes away again."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1e-3)), "mse")
+    functions = []
+    for _ in range(3):
+        with first_epoch_without_batches(model):
+            callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+            model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=callbacks)
+        functions.append(model.train_function)
+    assert functions[2] is functions[1]

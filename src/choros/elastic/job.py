@@ -25,6 +25,11 @@ def survives() -> bool:
     return is_initialized() and global_process_set.communicator.elastic
 
 
+def members() -> int:
+    """The number of ranks that there are."""
+    return global_process_set.communicator.size if is_initialized() else 1
+
+
 def raising() -> AbstractContextManager[Any]:
     """In this block the others raise a rank's loss as ``PeerLostError``; elsewhere they repeat the collective."""
     return comm.raising_losses() if survives() else nullcontext()

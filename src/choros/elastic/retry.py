@@ -58,7 +58,8 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
         and comes when the others are in a later function.
 
     Raises:
-        HorovodInternalError: ``func`` has raised it three times without a commit in between.
+        HorovodInternalError: ``func`` has raised it three times without a commit in between, and not because ranks
+            became fewer.
         PeerLostError: a rank was lost in a job that cannot go on without it.
 
     Example:
@@ -82,7 +83,8 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
-        failures, commits = 0, 0
+        failures, commits, present = 0, 0, job.members()
+        fewest = present
         with job.opening(), job.raising(), ExitStack() as stack:
             stack.callback(watch_signals(lambda: job.commits() is not None))
             # A new rank calls the callbacks, too: they may communicate. It receives the state of the others.
@@ -97,14 +99,17 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
                     if must_reset:
                         reset()
                         state.on_reset()
+                    present = job.members()
                     if not skip_sync:
                         state.sync()
                     return func(state, *args, **kwargs)
                 except _PERMANENT:
                     raise
                 except EngineError as error:
-                    failures = failures + 1 if state.commits == commits else 1
-                    commits = state.commits
+                    if state.commits != commits:
+                        failures, commits, fewest = 0, state.commits, present
+                    failures += job.members() >= fewest  # ranks that are lost one after another are no fault of func
+                    fewest = min(fewest, job.members())
                     is_final = isinstance(error, PeerLostError) and (error.ends_job or not job.survives())
                     if is_final or failures == _TRIES:
                         raise

@@ -59,11 +59,6 @@ class SlicedUpdate:
         arrays = trained_of(params)
         if not self._reduction.reducer.active or not arrays:
             return None
-        if self._reduction.reducer.may_repeat:
-            raise ConfigError(
-                "shard_state=True does not apply to an elastic job: a rank that is lost would take its slices of the "
-                "state with it. Leave shard_state out, or start the job without --min-np, --max-np and the like."
-            )
         with of_slices(process_set, 0):
             by_item = needs_of(self._tx, params) is Needs.ITEM
         communicator = process_set.communicator

@@ -5,22 +5,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import keras
-import numpy as np
-
 from choros.errors import ConfigError
 from choros.memory.model import BY_ITEMS, BY_VARIABLES, UNDIVIDED, TrainedModel, VariableBytes
 from choros.training.distributed_optimizer import own_class, reducer_of
 from choros.training.keras_internals.models import apply_count, innermost, optimizers_of
 from choros.training.keras_internals.slice_variables import outline
-from choros.training.optimizer_slots import Slot, slots
+from choros.training.optimizer_slots import Slot, nbytes, slots
 from choros.training.sliced_state import works_by_item
-
-
-def nbytes(variable: Any) -> int:
-    """Returns the bytes of a variable, or of its outline."""
-    size: int = math.prod(variable.shape) * np.dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize
-    return size
 
 
 def used_optimizer(model: Any) -> Any:

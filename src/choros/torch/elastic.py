@@ -27,7 +27,9 @@ from choros.elastic.state import ObjectState, State
 from choros.errors import HostsUpdatedInterrupt
 from choros.parallel.horovod import HorovodInternalError
 from choros.parallel.objects import broadcast_object
+from choros.torch import slice_commits
 from choros.torch.optimizer import abandon_step
+from choros.torch.sliced_state import ParameterSlices, slices_of
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
@@ -97,9 +99,49 @@ class _StateDictHandler(StateHandler):
         self.save()
 
 
+class _SlicedOptimizerHandler(StateHandler):
+    """Handles an optimizer of whose state each rank has a slice: a rank saves its own, and a copy of another one's."""
+
+    def __init__(self, value: Any, slices: ParameterSlices) -> None:
+        super().__init__(value)
+        self._slices = slices
+        #: The state of one process, while it is that.
+        self._whole = copy.deepcopy(value.state_dict()) if slices.is_whole else None
+
+    @property
+    def saved(self) -> Any:
+        """The state of one process, for a commit on disk right after a ``save``: a call of this rank suffices."""
+        return self.value.state_dict() if self._whole is None else self._whole
+
+    @saved.setter
+    def saved(self, state_dict: Any) -> None:
+        self._whole = state_dict
+
+    def save(self) -> None:
+        self._whole = copy.deepcopy(self.value.state_dict()) if self._slices.is_whole else None
+        if self._whole is None:
+            slice_commits.save(self.value, self._slices)
+
+    def restore(self) -> None:
+        abandon_step(self.value)
+        if self._whole is None:
+            slice_commits.restore(self.value, self._slices)
+        else:
+            self.value.load_state_dict(copy.deepcopy(self._whole))
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+        self.save()
+
+
+def _optimizer_handler(value: Any) -> StateHandler:
+    slices = slices_of(value)
+    return _StateDictHandler(value) if slices is None else _SlicedOptimizerHandler(value, slices)
+
+
 _registry: list[tuple[type, Callable[[Any], StateHandler]]] = [
-    (kind, _StateDictHandler)
-    for kind in (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, ElasticSampler)
+    (torch.optim.Optimizer, _optimizer_handler),
+    *((kind, _StateDictHandler) for kind in (torch.nn.Module, torch.optim.lr_scheduler.LRScheduler, ElasticSampler)),
 ]
 
 

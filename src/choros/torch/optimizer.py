@@ -193,10 +193,10 @@ def _check_sharded(op: Reduction, process_set: ProcessSet) -> None:
             "shard_state=True and op=Adasum: each rank makes a whole step of its own with Adasum, for which it needs "
             "all of the optimizer's state: pass only one of them."
         )
-    if process_set.included() and process_set.communicator.elastic:
+    if process_set is not global_process_set and process_set.included() and process_set.communicator.elastic:
         raise ConfigError(
-            "shard_state=True is not supported in an elastic job yet, in which the slices of a lost rank would be lost "
-            "with it: leave shard_state out, or start the job with a fixed number of ranks."
+            "shard_state=True is not supported for some ranks of an elastic job, in which the slices of a lost rank "
+            "would be lost with it: leave shard_state or process_set out, or start a job without --min-np."
         )
 
 

@@ -20,7 +20,8 @@ from choros.comm import Request
 from choros.parallel.identical import Comparison
 from choros.parallel.reduce.gradients import Gradient
 from choros.parallel.reduce.torch_backward import BackwardExchange, compare_parameters
-from choros.torch.sliced_state import ParameterSlices, decoded, encoded, settings_of, use_settings
+from choros.torch.messages import decoded, encoded
+from choros.torch.sliced_state import ParameterSlices, settings_of, use_settings
 
 ADVICE = (
     "Start all ranks from the same values: call broadcast_parameters(model.state_dict(), root_rank=0) and "
@@ -42,8 +43,10 @@ class SlicedStep:
         #: If others have joined, the ranks that have batches, in a step of these.
         self._active: tuple[int, ...] = ()
         self._has_joined = False
-        self._compared = False
-        self._request = Request("settings of the optimizer", slices.text, slices.name)
+
+    @property
+    def _request(self) -> Request:
+        return Request("settings of the optimizer", self.slices.text, self.slices.name)
 
     def scatter(self, optimizer: Any, parameters: Sequence[Any]) -> None:
         """Reduces the gradients of ``parameters``, of which this rank receives its items."""
@@ -57,8 +60,8 @@ class SlicedStep:
         if self._active:
             whole = None if items is not None else [parameter.grad for parameter in parameters]
             self._announce(optimizer, whole, self._active[0])
-        if not self._compared:  # each rank would give the others its own items, and no later comparison could tell
-            self._compared = True
+        if not self.slices.compared:  # each rank will give the others its own items, and no later comparison can tell
+            self.slices.compared = True
             compare_parameters(parameters, Comparison(before=True), ADVICE, self.slices.process_set)
         if items is None:
             items = self._cut(parameters, [parameter.grad for parameter in parameters])
@@ -104,12 +107,16 @@ class SlicedStep:
             self._items = self._exchange.items_of(self._received)
         else:
             self._items = self._cut(trained(), heard["gradients"])
-        active, self._has_joined = self._communicator.not_joined, True
-        try:
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        finally:
-            self._communicator.not_joined, self._has_joined = active, False
+
+        def step() -> None:
+            active, self._has_joined = self._communicator.not_joined, True
+            try:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            finally:
+                self._communicator.not_joined, self._has_joined = active, False
+
+        self._communicator.when_settled(step)
 
     def _cut(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         return [self.slices.own_items(*pair) for pair in zip(parameters, gradients, strict=True)]

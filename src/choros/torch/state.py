@@ -11,7 +11,9 @@ from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.objects import broadcast_object
 from choros.parallel.ops import broadcast_arrays
-from choros.torch.sliced_state import ParameterSlices, on_host, settings_of, slices_of, take_state, use_settings
+from choros.torch import slice_commits
+from choros.torch.messages import on_host
+from choros.torch.sliced_state import ParameterSlices, settings_of, slices_of, take_state, use_settings
 
 #: Optimizers whose state of zeros, and no steps, is that before the first step. SGD's is not, with dampening.
 _STARTS_FROM_ZEROS = (
@@ -71,6 +73,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copies the state and settings of ``root_rank``'s optimizer, including its learning rate, to every rank's.
 
+    Slices of its state stay where they are; in an elastic job they are cut for the ranks that there are now.
+
     If the root's optimizer is unused, state that most of torch's optimizers create in the first step is created, such
     that the next step is still the first. Parameters of an unused optimizer that have no gradient get one of zeros.
 
@@ -93,6 +97,8 @@ def broadcast_optimizer_state(
         raise ConfigError("the state of torch.optim.LBFGS cannot be broadcast: it is that of its own rank's steps.")
     communicator, slices = process_set.communicator, slices_of(optimizer)
     is_root = communicator.ranks[communicator.rank] == root_rank
+    if slices is not None and communicator.elastic and not communicator.is_new:
+        slice_commits.cut_anew(optimizer, slices)
     if not optimizer.state and (slices is None or slices.is_whole):
         _create_gradients(optimizer)
         if is_root:

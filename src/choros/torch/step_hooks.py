@@ -15,6 +15,7 @@ import torch
 from choros.comm import ProcessSet, Reduction, Request
 from choros.parallel.compression import Compressor
 from choros.parallel.ops import grouped_allreduce
+from choros.parallel.rank_memory import StateBytes, log_memory
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.torch.sliced_step import ADVICE, SlicedStep
 
@@ -44,6 +45,7 @@ class GradientHook:
         self.number = next(_created)
         self._reduced = False
         self._warned = False
+        self._is_logged = False
 
     @property
     def pending(self) -> bool:
@@ -94,6 +96,19 @@ class GradientHook:
             self._sliced.end(optimizer)
         if self.exchange is not None:
             self.exchange.compare(ADVICE)
+        if self.process_set is not None and not self._is_logged:
+            self._is_logged = True
+            weights = sum(each.numel() * each.element_size() for each in trained(optimizer))
+            log_memory(type(optimizer).__name__, weights, partial(self._state_bytes, optimizer), self.process_set)
+
+    def _state_bytes(self, optimizer: Any) -> StateBytes:
+        tensors = [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+        own = sum(each.numel() * each.element_size() for each in tensors)
+        if self._sliced is None:
+            return StateBytes(own, own)
+        slices = self._sliced.slices
+        items = sum(stop - start for start, stop in (each.ranges[slices.number] for each in slices.divided.values()))
+        return StateBytes(own, round(own / (items or 1) * sum(each.numel() for each in slices.divided)))
 
     def abandon_step(self) -> None:
         """Forgets the gradients of a step that is not made."""

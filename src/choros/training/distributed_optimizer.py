@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import keras
@@ -20,6 +21,7 @@ from choros.comm import Request
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.objects import object_of_first
+from choros.parallel.rank_memory import StateBytes, log_memory
 from choros.parallel.reduce.slices import Holders
 from choros.training.host_gradients import tensor_of
 from choros.training.keras_internals.models import (
@@ -32,7 +34,7 @@ from choros.training.keras_internals.models import (
     trained_variables,
 )
 from choros.training.optimizer_reducer import OptimizerReducer
-from choros.training.optimizer_slots import OptimizerSlots
+from choros.training.optimizer_slots import OptimizerSlots, nbytes
 from choros.training.sliced_optimizer import (
     apply_scaled,
     assign_undivided,
@@ -44,7 +46,7 @@ from choros.training.sliced_optimizer import (
     undivided_values,
     whole_values,
 )
-from choros.training.sliced_state import Slices, holders_now
+from choros.training.sliced_state import Slices
 from choros.training.tf_context import as_one_replica
 from choros.training.variables import broadcast_updates, building_slices, value_of
 from choros.training.weighting import current_step
@@ -117,6 +119,12 @@ class _DistributedMixin:
                 super().build(variables)  # type: ignore[misc]
             else:
                 BaseOptimizer.build(self, variables)
+        log_memory(
+            type(innermost(self)).__name__,
+            sum(map(nbytes, variables)),
+            partial(_state_bytes, self),
+            reducer.reducer.config.process_set,
+        )
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """``apply`` as JAX's trainer calls it; Keras' own calls ``apply``, ``LossScaleOptimizer``'s does not."""
@@ -185,6 +193,11 @@ def _stateless_apply_in_slices(optimizer: Any, state: Sequence[Any], gradients: 
     with keras.StatelessScope(state_mapping=mapping) as scope:
         optimizer.apply(gradients)
     return tuple(list(map(scope.get_current_value, variables)) for variables in (trained, optimizer.variables))
+
+
+def _state_bytes(optimizer: Any) -> StateBytes:
+    own, state = sum(map(nbytes, optimizer.variables)), cast(OptimizerReducer, reducer_of(optimizer)).state
+    return StateBytes(own, own if state is None else sum(nbytes(slot.outline) for slot in state.slots.whole))
 
 
 def trained_by(optimizer: Any) -> list[Any]:
@@ -265,7 +278,7 @@ def _cut_anew(optimizer: Any) -> None:
             assign_undivided(optimizer, values)
             reducer.has_begun = True
         while True:
-            slices, slots = cut(holders_now(process_set))
+            slices, slots = cut(Holders.now(communicator))
             parts: dict[int, Any] = {}
             for number in range(len(slots.whole)):
                 parts |= {

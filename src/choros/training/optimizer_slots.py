@@ -9,12 +9,15 @@ saving, on any ranks ── slot by slot ──► the others give their items w
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
+import keras
+import numpy as np
 from numpy.typing import NDArray
 
 from choros.training.keras_internals.slice_variables import Outline, outline
@@ -51,6 +54,12 @@ def slots(entries: Sequence[Outline], of_each: Sequence[Sequence[Outline]], shar
         results.append(Slot(owner, counts[owner], each))
         counts[owner] += 1
     return results
+
+
+def nbytes(variable: Any) -> int:
+    """Returns the bytes of a variable, or of its outline."""
+    size: int = math.prod(variable.shape) * np.dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize
+    return size
 
 
 @final

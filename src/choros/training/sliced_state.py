@@ -70,7 +70,7 @@ class Slices:
         self.variables = list(variables)
         self.process_set = process_set
         self.rank = communicator.rank
-        self.holders = holders or holders_now(process_set)
+        self.holders = holders or Holders.now(communicator)
         self.held = self.holders.slices_of(communicator.launched[communicator.rank])
         self.receives_whole = communicator.elastic
         self.is_replaced = False
@@ -320,12 +320,6 @@ class Slices:
         """Returns whether ``finite`` is true on all ranks."""
         number = keras.ops.cast(finite, "float32")
         return allreduce(number, Reduction.MIN, process_set=self.process_set) > 0
-
-
-def holders_now(process_set: ProcessSet) -> Holders:
-    """Who is to have which slices, as ranks are now."""
-    communicator = process_set.communicator
-    return Holders.of(communicator.launched, communicator.hosts(), copies=communicator.elastic)
 
 
 def works_by_item(optimizer: Any) -> bool:

@@ -17,7 +17,7 @@ from choros.parallel.compression.sliced import Bfloat16
 from choros.parallel.reduce.device import DeviceExchange, TensorDevice
 from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
 from choros.parallel.reduce.gradients import GradientLayout, Ranges, RowsExchange, RowsLayout, describe
-from choros.parallel.reduce.slices import OwnItemsExchange, ScatterExchange
+from choros.parallel.reduce.slices import OwnItemsExchange, ScatterExchange, check_slices
 from choros.settings import VARIABLES, current
 
 #: The size of buckets that are sent during the backward pass: large enough that passing one to another thread costs
@@ -154,6 +154,8 @@ def plan_for(config: ReduceConfig, name: str, layout: GradientLayout, compares: 
         counts += f", noise scale every {every} steps"
     arguments = f"{scales}, {counts}: {describe(layout)}; sent as {sent}"
     sliced = any(map(_ranges_of, layout))
+    if sliced:
+        check_slices(max(len(_ranges_of(each)) for each in layout), communicator)
     # A rank that has no optimizer cannot take part where each makes the updates of its slice.
     known = config.compressor.shares_state or sliced
     explain = None if known else functools.partial(_explain, config, name, layout)

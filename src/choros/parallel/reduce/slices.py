@@ -106,6 +106,11 @@ class Holders:
 
         return cls(tuple(members), max(range(1, size), key=apart) if copies and size > 1 else 0)
 
+    @classmethod
+    def now(cls, communicator: Communicator) -> "Holders":
+        """Who is to have which slices, as ranks are now."""
+        return cls.of(communicator.launched, communicator.hosts(), copies=communicator.elastic)
+
     def without(self, lost: Collection[int]) -> "Holders":
         """These, after members were lost."""
         return replace(self, lost=self.lost | {*lost})
@@ -133,14 +138,33 @@ class Holders:
             copy = self.members[(place + self.shift) % len(self.members)]
             sender = ranks.get(member, ranks.get(copy))
             if sender is None:
-                raise PeerLostError(
-                    f"ranks {member} and {copy} at the start of the job were both lost, and with them a slice of the "
-                    "optimizer's state and its copy: the job is to start again, from its last commit.",
-                    ranks=(member, copy),
-                    ends_job=True,
-                )
+                raise _slice_lost(member, copy)
             senders.append(sender)
         return tuple(senders)
+
+
+def check_slices(number: int, communicator: Communicator) -> None:
+    """Raises an error, on all ranks, if they have become more or fewer than there are slices, of which each has one."""
+    if number != communicator.size:
+        raise PeerLostError(
+            f"the optimizer's state is divided among {number} ranks, and there are {communicator.size} now: use "
+            "hvd.elastic.run, whose commits have the state of lost ranks, too, or start the job again.",
+            ends_job=True,
+        )
+
+
+def _slice_lost(member: int, copy: int) -> PeerLostError:
+    if member == copy:
+        text = (
+            f"rank {member} at the start of the job was lost, and with it a slice of the optimizer's state: use "
+            "hvd.elastic.run, whose commits have copies, or start the job again."
+        )
+    else:
+        text = (
+            f"ranks {member} and {copy} at the start of the job were both lost, and with them a slice of the "
+            "optimizer's state and its copy: the job is to start again, from its last commit."
+        )
+    return PeerLostError(text, ranks=tuple({member, copy}), ends_job=True)
 
 
 @final
@@ -237,7 +261,12 @@ def gather_slices(
     >>> run_threads(gather, 2)
     [[0.0, 0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0, 1.0]]
     """
-    return gather_held(communicator, layout, Holders(communicator.launched), {communicator.rank: own}, outs, name)
+
+    def gather() -> list[Array]:
+        check_slices(len(layout[0].ranges) if layout else communicator.size, communicator)
+        return gather_held(communicator, layout, Holders(communicator.launched), {communicator.rank: own}, outs, name)
+
+    return communicator.atomic(gather)
 
 
 def gather_held(

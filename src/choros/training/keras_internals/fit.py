@@ -115,10 +115,14 @@ def first_epoch_without_batches(model: Any) -> Iterator[None]:
         has_logs = True
         return results
 
+    def is_used() -> bool:
+        """Whether Keras calls ``train``, which may be timed."""
+        return train in (model.train_function, *getattr(model.train_function, "args", ()))
+
     def wrap(force: bool = False) -> None:
         nonlocal own
         make(force)
-        if model.train_function is not train:
+        if not is_used():
             own, model.train_function = model.train_function, train
 
     if model.train_function is not None:  # fit has made it already
@@ -127,7 +131,7 @@ def first_epoch_without_batches(model: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            if model.train_function is train:
+            if is_used():
                 model.train_function = own
 
 

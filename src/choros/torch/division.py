@@ -1,0 +1,135 @@
+"""How the parameters of an optimizer are divided among ranks, and their state with them."""
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import torch
+
+from choros.parallel.reduce.gradients import Ranges
+from choros.parallel.reduce.slices import even_slices, whole_slices
+from choros.torch.messages import decoded
+
+#: torch's optimizers that update each item by its own gradient and state.
+_BY_ITEM = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD")
+#: Those of them that also take sparse gradients: parameters that may have some are cut between rows.
+_OF_ROWS = (torch.optim.SGD, torch.optim.Adagrad)
+#: Such parts are of whole rows, and of a multiple of this number of items; more would divide small tables unevenly.
+_ALIGNED_ROWS = 16
+#: The state of a parameter, or of an optimizer.
+State: TypeAlias = dict[Any, Any]
+
+
+@final
+@dataclass
+class DividedParameter:
+    """How a parameter is divided; ``own``: this rank's slice parameter, the parameter itself if it has all items,
+    ``None`` if none. ``by_row``: its slice parameters have the parameter's other dimensions.
+    """
+
+    ranges: Ranges
+    by_row: bool
+    own: Any = None
+
+    def shape(self, parameter: Any, rank: int) -> tuple[int, ...]:
+        """The shape of the slice parameter of ``rank``."""
+        start, stop = self.ranges[rank]
+        if stop - start == parameter.numel():
+            return tuple(parameter.shape)
+        if not self.by_row:
+            return (stop - start,)
+        return ((stop - start) // math.prod(parameter.shape[1:]), *parameter.shape[1:])
+
+    def cut(self, state: State, parameter: Any, rank: int) -> State:
+        """Returns the part of ``rank`` of the whole state of a parameter; values of its shape are of items."""
+        start, stop = self.ranges[rank]
+        if stop - start == parameter.numel():
+            return state
+        shape = self.shape(parameter, rank)
+
+        def part(value: Any) -> Any:
+            if not torch.is_tensor(value) or value.shape != parameter.shape:
+                return value
+            return dense(value).reshape(-1)[start:stop].clone().view(shape)
+
+        return {key: part(value) for key, value in state.items()} if start < stop else {}
+
+    def joined(self, parameter: Any, messages: Sequence[bytes]) -> State:
+        """Returns the whole state of a parameter, of whose slices these are the messages."""
+        parts: dict[int, State] = {number: decoded(message) for number, message in enumerate(messages) if message}
+        if not parts:
+            return {}
+        shapes = {number: self.shape(parameter, number) for number in parts}
+        first = min(parts)
+
+        def joined(key: Any, value: Any) -> Any:
+            if not torch.is_tensor(value) or tuple(value.shape) != shapes[first]:
+                return value
+            items = [dense(parts[number][key]).reshape(-1) for number in sorted(parts)]
+            return torch.cat(items).view(parameter.shape).to(parameter.device)
+
+        if shapes[first] == tuple(parameter.shape):
+            return parts[first]
+        return {key: joined(key, value) for key, value in parts[first].items()}
+
+
+@final
+class ParameterDivider:
+    """Divides parameters as one optimizer needs it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.by_item = works_by_item(optimizer)
+        self.takes_rows = isinstance(optimizer, _OF_ROWS)
+
+    def evenly(self, parameters: Sequence[Any], ranks: int) -> dict[Any, Ranges]:
+        """Divides those that are trained evenly, and those that are frozen now."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        kinds = [dict(zip(kind, self._ranges(kind, ranks), strict=True)) for kind in (trained, frozen)]
+        return kinds[0] | kinds[1]
+
+    def divided(self, ranges: Mapping[Any, Ranges]) -> dict[Any, DividedParameter]:
+        """By parameter, how it is divided."""
+        return {each: DividedParameter(own, self._least_items(each) > 1) for each, own in ranges.items()}
+
+    def _ranges(self, parameters: Sequence[Any], ranks: int) -> Sequence[Ranges]:
+        sizes = [parameter.numel() for parameter in parameters]
+        if not self.by_item:
+            return whole_slices(sizes, ranks)
+        return even_slices(sizes, list(map(self._least_items, parameters)), ranks)
+
+    def _least_items(self, parameter: Any) -> int:
+        """The number of items of a parameter that are not separated: of whole rows, if its gradient may be sparse."""
+        is_table = self.takes_rows and parameter.ndim == 2 and parameter.shape[1] > 0
+        return math.lcm(parameter.shape[1], _ALIGNED_ROWS) if is_table else 1
+
+
+def works_by_item(optimizer: Any) -> bool:
+    """Whether an optimizer updates each item of a parameter alone; otherwise it needs whole parameters.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+    >>> works_by_item(torch.optim.Adam([weight])), works_by_item(torch.optim.Adafactor([weight]))
+    (True, False)
+    """
+    kinds: list[Any] = [getattr(torch.optim, name) for name in _BY_ITEM]
+    own: Any = type(optimizer)
+    base: Any = next((kind for kind in own.__mro__ if kind in kinds), None)
+    # torch replaces ``step`` by one that calls hooks, in the class of the first optimizer.
+    return base is not None and inspect.unwrap(own.step) is inspect.unwrap(base.step)
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """All parameters of an optimizer, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def state_of_all(optimizer: Any) -> State:
+    """The state of an optimizer that belongs to no parameter."""
+    return {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
+
+
+def dense(value: Any) -> Any:
+    """Returns a tensor that is not sparse."""
+    return value.to_dense() if value.is_sparse else value
