@@ -536,7 +536,7 @@ def test_slices_of_torch_in_a_loop_of_ones_own_are_lost_with_a_rank():
 @pytest.mark.parametrize("kills", ["0@7,2@20", pytest.param("1@8", marks=pytest.mark.nightly)])
 def test_slices_of_optax_are_cut_from_commits_of_one_process(kills):
     script = (sys.executable, HERE / "optax_script.py", kills)
-    ended = run("-np", 4, "--min-np", 1, "--reset-limit", 0, *script, env={"JAX_PLATFORMS": "cpu"}, warm=True)
+    ended = run("-np", 4, "--min-np", 1, "--reset-limit", 0, *script, env={"KERAS_BACKEND": "jax"}, warm=True)
     assert ended.code == 0, ended.err
     reports = [json.loads(each) for each in re.findall(r"{.*}", ended.out)]
     left = 4 - len(kills.split(","))

@@ -81,7 +81,7 @@ def test_a_rank_leaves_after_its_step(framework, api, faults, left):
 @pytest.mark.nightly
 @pytest.mark.parametrize("data", ["", "loader", "tf", "grain"])
 def test_one_rank_goes_on_with_data_of_each_kind(data, tmp_path):
-    given = {"more": ("--commit-dir", tmp_path), "least": 1, "data": data}
+    given = {"more": ("--commit-dir", tmp_path), "least": 1, "data": data, "warm": data != "tf"}
     fit("torch", "0@5=SIGTERM!", ranks=2, code=75, **given)
     fit("torch", "0@2=SIGTERM", ranks=1, code=75, **given)  # the rank itself, as it is the last
     ended, (report,) = fit("torch", "", ranks=1, **given)

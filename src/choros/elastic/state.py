@@ -180,8 +180,8 @@ class ObjectState(State):
     def sync(self) -> None:
         """Sends the objects of rank 0 to all ranks, and saves them."""
         if self._saved:
-            ObjectState.save(self)
-            self._saved = self._bcast_object(self._saved)
+            # Assigned only once all have it: if a rank is lost meanwhile, what was saved before is restored.
+            self._saved = self._bcast_object(copy.deepcopy({name: getattr(self, name) for name in self._saved}))
             ObjectState.restore(self)
 
     def committed(self) -> Any:

@@ -16,7 +16,8 @@
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from choros.parallel.horovod import HorovodInternalError
 from choros.parallel.objects import broadcast_object
 from choros.torch import slice_commits
 from choros.torch.optimizer import abandon_step
-from choros.torch.sliced_state import ParameterSlices, slices_of
+from choros.torch.sliced_state import SavedSlices, slices_of
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
@@ -85,62 +86,50 @@ class _StateDictHandler(StateHandler):
         self.saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        if isinstance(self.value, torch.optim.Optimizer):
-            abandon_step(self.value)
         self.value.load_state_dict(copy.deepcopy(self.saved))
 
     def sync(self) -> None:
         if isinstance(self.value, torch.nn.Module):
             broadcast_parameters(self.value.state_dict(), root_rank=0)
-        elif isinstance(self.value, torch.optim.Optimizer):
-            broadcast_optimizer_state(self.value, root_rank=0)
         else:
             self.value.load_state_dict(broadcast_object(self.value.state_dict(), name=type(self.value).__name__))
         self.save()
 
 
-class _SlicedOptimizerHandler(StateHandler):
-    """Handles an optimizer of whose state each rank has a slice: a rank saves its own, and a copy of another one's."""
-
-    def __init__(self, value: Any, slices: ParameterSlices) -> None:
-        super().__init__(value)
-        self._slices = slices
-        #: The state of one process, while it is that.
-        self._whole = copy.deepcopy(value.state_dict()) if slices.is_whole else None
+class _OptimizerHandler(_StateDictHandler):
+    """Handles an optimizer; of slices of its state, a rank saves its own, and a copy of another one's."""
 
     @property
     def saved(self) -> Any:
         """The state of one process, for a commit on disk right after a ``save``: a call of this rank suffices."""
-        return self.value.state_dict() if self._whole is None else self._whole
+        return self.value.state_dict() if isinstance(self._saved, SavedSlices) else self._saved
 
     @saved.setter
     def saved(self, state_dict: Any) -> None:
-        self._whole = state_dict
+        self._saved = state_dict
 
     def save(self) -> None:
-        self._whole = copy.deepcopy(self.value.state_dict()) if self._slices.is_whole else None
-        if self._whole is None:
-            slice_commits.save(self.value, self._slices)
+        slices = slices_of(self.value)
+        if slices is None or slices.is_whole:
+            super().save()
+        else:
+            self._saved = slice_commits.save(self.value, slices)
 
     def restore(self) -> None:
         abandon_step(self.value)
-        if self._whole is None:
-            slice_commits.restore(self.value, self._slices)
+        if isinstance(self._saved, SavedSlices):
+            slice_commits.restore(self.value, self._saved)
         else:
-            self.value.load_state_dict(copy.deepcopy(self._whole))
+            super().restore()
 
     def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
+        with slice_commits.using(self.value, self._saved):
+            broadcast_optimizer_state(self.value, root_rank=0)
         self.save()
 
 
-def _optimizer_handler(value: Any) -> StateHandler:
-    slices = slices_of(value)
-    return _StateDictHandler(value) if slices is None else _SlicedOptimizerHandler(value, slices)
-
-
 _registry: list[tuple[type, Callable[[Any], StateHandler]]] = [
-    (torch.optim.Optimizer, _optimizer_handler),
+    (torch.optim.Optimizer, _OptimizerHandler),
     *((kind, _StateDictHandler) for kind in (torch.nn.Module, torch.optim.lr_scheduler.LRScheduler, ElasticSampler)),
 ]
 
@@ -190,9 +179,10 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         """Copies all values."""
-        for each in self._handlers.values():
-            each.save()
-        super().save()
+        with self._all_or_none():
+            for each in self._handlers.values():
+                each.save()
+            super().save()
 
     def restore(self) -> None:
         """Sets all values to those of the last ``save``."""
@@ -202,9 +192,23 @@ class TorchState(ObjectState):
 
     def sync(self) -> None:
         """Sends the values of rank 0 to all ranks, and saves them."""
-        for each in self._handlers.values():
-            each.sync()
-        super().sync()
+        with self._all_or_none():
+            for each in self._handlers.values():
+                each.sync()
+            super().sync()
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """A context after which all is saved, or what was saved before, if a rank is lost meanwhile."""
+        before = [(each, dict(vars(each))) for each in self._handlers.values()]
+        saved = self._saved
+        try:
+            yield
+        except BaseException:
+            for each, values in before:
+                vars(each).update(values)
+            self._saved = saved
+            raise
 
     def committed(self) -> Any:
         """Returns what was saved of the values that have a ``state_dict``, and the objects."""

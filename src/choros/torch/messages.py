@@ -4,6 +4,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from choros.errors import ConfigError
@@ -41,6 +42,8 @@ def on_host(value: Any) -> Any:
     """Returns ``value`` with its tensors in host memory: other ranks use other devices."""
     if torch.is_tensor(value):
         return value.detach().cpu()
+    if isinstance(value, np.generic):  # as schedules of the learning rate make them
+        return value.item()
     if isinstance(value, dict):
         return {key: on_host(each) for key, each in value.items()}
     return type(value)(map(on_host, value)) if isinstance(value, (list, tuple)) else value

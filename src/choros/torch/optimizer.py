@@ -336,7 +336,9 @@ def _wrap(optimizer: Any, hook: GradientHook | ChangeHook) -> Any:
             hook.after_step(stepped)
 
     optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
+    handle = optimizer.register_step_post_hook(after)
+    # Hooks that were there before, such as moving averages of the weights, are called when all have these.
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
     _distributed.add(optimizer)
     return optimizer
 

@@ -10,21 +10,22 @@ which goes on from its last one. With each commit a rank gives another one a cop
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Request
-from choros.parallel.reduce.slices import Holders
+from choros.parallel.reduce.slices import Holders, check_slices
 from choros.torch.division import DividedParameter, State, parameters_of, state_of_all
 from choros.torch.messages import decoded, encoded, on_host
-from choros.torch.sliced_state import ParameterSlices, SavedSlices, settings_of
+from choros.torch.sliced_state import ParameterSlices, SavedSlices, settings_of, slices_of
 
 
-def save(optimizer: Any, slices: ParameterSlices) -> None:
-    """Saves this rank's slice, and a copy of another one's; all ranks call it between two steps.
+def save(optimizer: Any, slices: ParameterSlices) -> SavedSlices:
+    """Returns this rank's slice, and a copy of another one's; all ranks call it between two steps.
 
     Raises:
         ConfigError: the state has values that ranks cannot send one another.
@@ -32,13 +33,15 @@ def save(optimizer: Any, slices: ParameterSlices) -> None:
     slices.settle(optimizer)
     communicator, shift = slices.process_set.communicator, slices.holders.shift
     own = {index: slices.part(parameter) for index, parameter in enumerate(parameters_of(optimizer))}
+    settings, others = settings_of(optimizer), state_of_all(optimizer)
     message = encoded(own) if shift else b""
-    if slices.saved is None and message:
-        decoded(message)  # better an error now than when it is needed
+    if shift and not slices.is_checked:
+        decoded(message), decoded(encoded((settings, others)))  # better an error now than when they are needed
+        slices.is_checked = True
     request = Request("copies of optimizer state", name=slices.name)
 
     def collective() -> NDArray[np.uint8]:
-        slices.without_copies.senders(communicator.launched)  # all are there
+        check_slices(len(slices.holders.members), communicator)
         lengths = communicator.agree(request, value=len(message))
         sent, received = [0] * communicator.size, [0] * communicator.size
         source = (slices.number - shift) % communicator.size
@@ -47,21 +50,39 @@ def save(optimizer: Any, slices: ParameterSlices) -> None:
         return communicator.alltoallv_bytes(np.frombuffer(message, np.uint8), sent, received)
 
     received = communicator.atomic(collective)
-    kept = copy.deepcopy(on_host({"state": own, "others": state_of_all(optimizer)}))
-    settings = copy.deepcopy(settings_of(optimizer))
-    slices.saved = SavedSlices(slices.holders, slices.number, slices.divided, settings, kept, received)
+    kept_settings, kept_own, kept_others = copy.deepcopy(on_host((settings, own, others)))
+    return SavedSlices(
+        slices, slices.holders, slices.number, slices.divided, kept_settings, kept_own, kept_others, received
+    )
 
 
-def restore(optimizer: Any, slices: ParameterSlices) -> None:
-    """Gives this rank its slice as it was at the last ``save``, if there was one."""
-    if (saved := slices.saved) is not None:
-        slices.holders, slices.number, slices.divided = saved.holders, saved.number, saved.divided
-        slices.use(optimizer, copy.deepcopy(saved.settings), **copy.deepcopy(saved.own))
+def restore(optimizer: Any, saved: SavedSlices) -> None:
+    """Gives this rank its slice as it was at a ``save``."""
+    slices = saved.slices
+    slices.holders, slices.number, slices.divided = saved.holders, saved.number, saved.divided
+    settings, own, others = copy.deepcopy((saved.settings, saved.own, saved.others))
+    slices.use(optimizer, settings, own, others)
 
 
-def cut_anew(optimizer: Any, slices: ParameterSlices) -> None:
+@contextmanager
+def using(optimizer: Any, saved: Any) -> Iterator[None]:
+    """A context in which slices are cut anew from what was ``saved``, where ranks were lost; anything but slices is of
+    no use.
+    """
+    slices = slices_of(optimizer)
+    if slices is None or not isinstance(saved, SavedSlices) or saved.slices is not slices:
+        yield
+        return
+    slices.saved = saved
+    try:
+        yield
+    finally:
+        slices.saved = None
+
+
+def cut_anew(optimizer: Any, slices: ParameterSlices, root: int) -> None:
     """Cuts the slices for the ranks that there are now, if these have changed since; all ranks call it between two
-    steps, of which one that has joined receives its slice. If a rank was lost, the others have called ``restore``.
+    steps, of which one that has joined receives its slice. If ``root`` has the state of one process, that is to come.
 
     Raises:
         PeerLostError: on all ranks, if a slice and its copy were lost.
@@ -71,36 +92,36 @@ def cut_anew(optimizer: Any, slices: ParameterSlices) -> None:
     request = Request("slices of optimizer state", name=slices.name)
 
     def hear() -> tuple[list[int], bytes]:
-        message = b"" if slices.is_whole else _description(optimizer, slices, parameters)
-        lengths = communicator.agree(request, value=len(message))
-        first = next((rank for rank, length in enumerate(lengths) if length), 0)
-        counts = [length if rank == first else 0 for rank, length in enumerate(lengths)]
-        own = message if communicator.rank == first else b""
-        return lengths, communicator.gather_bytes(np.frombuffer(own, np.uint8), counts).tobytes()
+        is_root = communicator.rank == root
+        message = _description(optimizer, slices, parameters) if is_root else b""
+        values = communicator.agree(request, value=2 * len(message) + slices.is_whole)
+        counts = [value // 2 for value in values]
+        return values, communicator.gather_bytes(np.frombuffer(message, np.uint8), counts).tobytes()
 
-    lengths, message = communicator.atomic(hear)
-    if not message:  # each has the state of one process
-        slices.divide_anew(slices.divider.evenly(parameters, communicator.size))
-        return
+    values, message = communicator.atomic(hear)
     heard = decoded(message)
-    lacking = {member for member, length in zip(communicator.launched, lengths, strict=True) if not length}
+    before, now = (dict(zip(parameters, heard[ranges], strict=True)) for ranges in ("before", "now"))
+    if values[root] % 2:
+        slices.divide_anew(now)
+        slices.is_whole = True
+        return
+    lacking = {member for member, value in zip(communicator.launched, values, strict=True) if value % 2}
     holders = Holders(tuple(heard["members"]), heard["shift"])
     if holders.members == communicator.launched and not lacking:
         return
-    before, now = (dict(zip(parameters, heard[ranges], strict=True)) for ranges in ("before", "now"))
     parts = _gathered(slices, holders.without(lacking), slices.divider.divided(before), slices.divider.divided(now))
     slices.divide_anew(now)
     slices.use(optimizer, heard["settings"], parts, heard["others"])
 
 
 def _description(optimizer: Any, slices: ParameterSlices, parameters: Sequence[Any]) -> bytes:
-    """What a rank that has joined needs to know, which may have frozen other parameters."""
+    """What others need to know: one that has joined may have frozen other parameters."""
     slices.divide(optimizer)
     now = slices.divider.evenly(parameters, slices.process_set.communicator.size)
     return encoded(
         {
             "members": list(slices.holders.members),
-            "shift": slices.holders.shift,
+            "shift": 0 if slices.saved is None else slices.saved.holders.shift,
             "before": list(map(slices.ranges_of, parameters)),
             "now": [now[parameter] for parameter in parameters],
             "settings": settings_of(optimizer),

@@ -38,7 +38,7 @@ from choros.arrays.torch_arrays import TorchArrays
 from choros.comm import ProcessSet, Request
 from choros.errors import ConfigError, EngineError
 from choros.parallel.reduce.gradients import Ranges, SliceLayout, SparseRows
-from choros.parallel.reduce.slices import Holders, gather_held, own_items
+from choros.parallel.reduce.slices import Holders, check_slices, gather_held, own_items
 from choros.torch.division import DividedParameter, ParameterDivider, State, parameters_of
 from choros.torch.messages import decoded, encoded_or_refused
 
@@ -53,11 +53,13 @@ _arrays = TorchArrays()
 class SavedSlices:
     """A commit of this rank's slice in memory: of which slices, and a copy of another rank's, as its message."""
 
+    slices: ParameterSlices
     holders: Holders
     number: int
     divided: dict[Any, DividedParameter]
     settings: Sequence[Any]
-    own: Mapping[str, Any]
+    own: Mapping[int, State]
+    others: State
     copy: NDArray[np.uint8]
 
     def decoded_copy(self) -> dict[int, State]:
@@ -74,7 +76,8 @@ class ParameterSlices:
         number: that of this rank's slice.
         divided: how each parameter is divided.
         compared: whether ranks have compared the parameters since they were divided.
-        saved: this rank's last commit in memory.
+        saved: this rank's last commit in memory, while slices are cut anew from it.
+        is_checked: whether the state was found to consist of what ranks can send one another.
         name: tells it from others that have the same parameters; the same on every rank.
         is_whole: whether the state is that of one process now.
     """
@@ -87,14 +90,19 @@ class ParameterSlices:
         self.holders = Holders.now(process_set.communicator)
         self.number = process_set.communicator.rank
         self.divide(optimizer)
-        number = _created[process_set.process_set_id, self.text] = _created[process_set.process_set_id, self.text] + 1
+        # A new rank has created none before it was admitted that the others still use.
+        admissions = 0 if process_set.membership is None else process_set.membership.admissions
+        key = process_set.process_set_id, admissions, self.text
+        number = _created[key] = _created[key] + 1
         self.name = str(number) if number > 1 else ""
         self.is_whole = True
-        self.compared = False
+        self.compared = self.is_checked = False
         self.saved: SavedSlices | None = None
         self._state: State = optimizer.state
         #: The parameters of each group while slice parameters take their place.
         self._whole_groups: list[tuple[dict[str, Any], list[Any]]] = []
+        #: Those that backward passes have computed, while the gradient of a parameter is the reduced one.
+        self._own_gradients: list[tuple[Any, Any]] = []
         self._updated: list[Any] = []
         self._serve()
         _recent.add(self)
@@ -157,6 +165,8 @@ class ParameterSlices:
             if division.own is not parameter:
                 part = parameter.data.reshape(-1)[start:stop].view(division.shape(parameter, self.number))
                 division.own.data = part
+            if division.own is parameter:
+                self._own_gradients.append((parameter, parameter.grad))
             division.own.grad = self._placed(optimizer, parameter, gradient, division)
         for group in optimizer.param_groups:
             whole = group["params"]
@@ -196,6 +206,9 @@ class ParameterSlices:
         """Puts the parameters back into the groups, also if ``step`` has failed."""
         while self._whole_groups:
             group, group["params"] = self._whole_groups.pop()
+        while self._own_gradients:
+            parameter, gradient = self._own_gradients.pop()
+            parameter.grad = gradient
 
     def _gather(self) -> None:
         """Gives the parameters of the update the items of all ranks' slice parameters."""
@@ -211,7 +224,13 @@ class ParameterSlices:
             layout.append(each)
             outs.append(out)
             own.append(mine)
-        gather_held(self.process_set.communicator, layout, self.without_copies, {self.number: own}, outs, self.name)
+        communicator = self.process_set.communicator
+
+        def gather() -> None:
+            check_slices(len(self.holders.members), communicator)
+            gather_held(communicator, layout, self._without_copies, {self.number: own}, outs, self.name)
+
+        communicator.atomic(gather)
         for parameter, out in zip(updated, outs, strict=True):
             if not _arrays.own_host_memory([parameter]):
                 parameter.data.copy_(_arrays.from_host(out.reshape(parameter.shape), parameter))
@@ -285,8 +304,9 @@ class ParameterSlices:
 
     def exchange(self, index: int) -> list[bytes]:
         """This rank's part in gathering the state of the parameter with this number; returns the slices' messages."""
+        check_slices(len(self.holders.members), self.process_set.communicator)
         parameter = self.parameters[index]
-        return self.gather_messages(self.without_copies, lambda _: self.part(parameter))
+        return self.gather_messages(self._without_copies, lambda _: self.part(parameter))
 
     def gather_messages(self, holders: Holders, part: Callable[[int], State]) -> list[bytes]:
         """Gathers ``part`` of each slice from a rank that has it; by slice, its message."""
@@ -306,7 +326,7 @@ class ParameterSlices:
         return [messages[number] for number in range(len(order))]
 
     @property
-    def without_copies(self) -> Holders:
+    def _without_copies(self) -> Holders:
         """In steps, each slice is on one rank."""
         return Holders(self.holders.members)
 
@@ -343,7 +363,7 @@ class _Recent:
 
 _recent = _Recent()
 #: How many there were with this text in this process set.
-_created: Counter[tuple[int | None, str]] = Counter()
+_created: Counter[tuple[int | None, int, str]] = Counter()
 
 
 def slices_of(optimizer: Any) -> ParameterSlices | None:

@@ -73,6 +73,10 @@ class SlicedStep:
         if self._active:  # ranks that have joined have gathered them, too, but have no batches
             self._communicator.not_joined = self._active
 
+    def abandon(self) -> None:
+        """Forgets the gradients of a step that is not made."""
+        self._items, self._received = None, []
+
     def participate(
         self,
         optimizer: Any,

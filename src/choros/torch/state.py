@@ -12,8 +12,9 @@ from choros.errors import ConfigError
 from choros.parallel.objects import broadcast_object
 from choros.parallel.ops import broadcast_arrays
 from choros.torch import slice_commits
+from choros.torch.division import parameters_of, state_of_all
 from choros.torch.messages import on_host
-from choros.torch.sliced_state import ParameterSlices, settings_of, slices_of, take_state, use_settings
+from choros.torch.sliced_state import ParameterSlices, settings_of, slices_of, use_settings
 
 #: Optimizers whose state of zeros, and no steps, is that before the first step. SGD's is not, with dampening.
 _STARTS_FROM_ZEROS = (
@@ -98,7 +99,7 @@ def broadcast_optimizer_state(
     communicator, slices = process_set.communicator, slices_of(optimizer)
     is_root = communicator.ranks[communicator.rank] == root_rank
     if slices is not None and communicator.elastic and not communicator.is_new:
-        slice_commits.cut_anew(optimizer, slices)
+        slice_commits.cut_anew(optimizer, slices, communicator.ranks.index(root_rank))
     if not optimizer.state and (slices is None or slices.is_whole):
         _create_gradients(optimizer)
         if is_root:
@@ -121,19 +122,21 @@ def _broadcast_slices(
     """``broadcast_optimizer_state`` if each rank is to have a slice of the state. That of one process, which the root
     has created or loaded, is sent one parameter at a time; slices stay where they are.
     """
-    parameters = slices.parameters
+    parameters = parameters_of(optimizer)
 
     def sent(value: Any) -> Any:
         return broadcast_object(on_host(value) if is_root else None, root_rank, "optimizer state", process_set)
 
     having = [index for index, each in enumerate(parameters) if slices.is_whole and each in optimizer.state]
-    settings, is_whole, having = sent((settings_of(optimizer), slices.is_whole, having))
-    parts = {}
+    settings, is_whole, having, others = sent(
+        (settings_of(optimizer), slices.is_whole, having, state_of_all(optimizer))
+    )
+    parts: dict[int, Any] = {}
     for index in having:
         parameter = parameters[index]
-        parts[parameter] = slices.cut(sent(optimizer.state[parameter] if is_root else None), parameter)
+        parts[index] = slices.cut(sent(optimizer.state[parameter] if is_root else None), parameter)
     if not is_root and is_whole:
-        take_state(optimizer, settings, parts)
+        slices.use(optimizer, settings, parts, others)
     elif not is_root:
         use_settings(optimizer, settings)
     slices.settle(optimizer)

@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 
 from choros.comm import ProcessSet, Reduction, Request
+from choros.errors import ConfigError
 from choros.parallel.compression import Compressor
 from choros.parallel.ops import grouped_allreduce
 from choros.parallel.rank_memory import StateBytes, log_memory
@@ -102,7 +103,8 @@ class GradientHook:
             log_memory(type(optimizer).__name__, weights, partial(self._state_bytes, optimizer), self.process_set)
 
     def _state_bytes(self, optimizer: Any) -> StateBytes:
-        tensors = [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+        states = [each for each in optimizer.state.values() if isinstance(each, dict)]
+        tensors = [each for state in states for each in state.values() if torch.is_tensor(each)]
         own = sum(each.numel() * each.element_size() for each in tensors)
         if self._sliced is None:
             return StateBytes(own, own)
@@ -113,6 +115,8 @@ class GradientHook:
     def abandon_step(self) -> None:
         """Forgets the gradients of a step that is not made."""
         self._reduced = False
+        if self._sliced is not None:
+            self._sliced.abandon()
         if self.exchange is not None:
             self.exchange.abandon()
 
@@ -129,7 +133,14 @@ class GradientHook:
             self.exchange.micro_batches = passes
 
     def _reducing(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        evaluations = itertools.count()
+
         def reducing() -> Any:
+            if next(evaluations) and self._sliced is not None:
+                raise ConfigError(
+                    f"{type(optimizer).__name__}.step() evaluates its closure more than once, and with shard_state "
+                    "this rank has updated its slices only by then: leave shard_state out."
+                )
             loss = closure()
             if not self.skipping:
                 self._reduce_for_step(optimizer)

@@ -149,7 +149,7 @@ def check_slices(number: int, communicator: Communicator) -> None:
         raise PeerLostError(
             f"the optimizer's state is divided among {number} ranks, and there are {communicator.size} now: use "
             "hvd.elastic.run, whose commits have the state of lost ranks, too, or start the job again.",
-            ends_job=True,
+            ends_job=not communicator.raises_loss,
         )
 
 
