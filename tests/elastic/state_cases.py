@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import choros.keras as hvd
+from choros.elastic.state import ObjectState
 from choros.errors import ConfigError
 from choros.parallel.objects import allgather_object, object_of_first
 
@@ -158,6 +159,35 @@ def case_a_torch_state_goes_on_from_the_last_commit():
     theirs, _ = train(failing=None)
     assert_same(ours, theirs)
     assert sorted(index for each in allgather_object(own_indices) for index in each) == list(range(len(x)))
+
+
+def case_a_commit_of_a_torch_state_is_of_all_values_or_none():
+    import torch
+
+    import choros.torch as hvd
+
+    class Failing(hvd.elastic.StateHandler):
+        def save(self) -> None:
+            raise hvd.elastic.HorovodInternalError("as if a rank was lost")
+
+        sync = save
+
+    registry = hvd.elastic.get_handler_registry()
+    try:
+        hvd.elastic.set_handler_registry([(list, Failing), *registry])
+        state = hvd.elastic.TorchState(torch.nn.Linear(2, 1), failing=[], step=0)
+    finally:
+        hvd.elastic.set_handler_registry(registry)
+    before = state.model.weight.detach().clone()
+    for change in (state.save, state.sync):
+        state.model.weight.data.zero_()
+        state.step = 7
+        with pytest.raises(hvd.elastic.HorovodInternalError):
+            change()
+        state._handlers["model"].restore()
+        ObjectState.restore(state)
+        torch.testing.assert_close(state.model.weight.detach(), before)
+        assert state.step == 0
 
 
 def case_a_torch_state_is_synchronised_and_its_values_can_be_replaced():

@@ -20,6 +20,7 @@ import pytest
 import choros.keras as hvd
 from choros.errors import ConfigError
 from choros.training.distributed_optimizer import reducer_of
+from choros.training.sliced_state import works_by_item
 from ranks.reference import of_one_rank
 
 BACKEND = keras.backend.backend()
@@ -356,6 +357,52 @@ class Table(keras.layers.Layer):  # type: ignore[misc]
 
     def call(self, indices: Any) -> Any:
         return keras.ops.take(self.weight, keras.ops.cast(indices, "int32"), axis=0)
+
+
+def case_an_optimizer_that_was_built_before() -> None:
+    """What its config lacks stays: which variables do not decay, and a function for the learning rate."""
+
+    def train(shard_state: bool) -> list[np.ndarray]:
+        trained = variables()
+        optimizer = keras.optimizers.AdamW(lambda: 0.01, weight_decay=0.5)
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        optimizer.build(trained)
+        if shard_state:
+            optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
+        for step in range(3):
+            optimizer.apply([keras.ops.convert_to_tensor(each) for each in gradients(step, 0)], trained)
+        return [host(each) for each in trained]
+
+    for one, other in zip(train(True), train(False), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def case_what_keras_checks() -> None:
+    class DecaysMatrices(keras.optimizers.AdamW):  # type: ignore[misc]
+        def _use_weight_decay(self, variable: Any) -> bool:
+            return len(variable.shape) > 1
+
+    assert not works_by_item(DecaysMatrices())
+    trained = variables()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), shard_state=True)
+    optimizer.build(trained)
+    with pytest.raises(ValueError, match="No gradients provided"):
+        optimizer.apply([None] * len(trained), trained)
+    other = keras.Variable(np.zeros(3, "float32"), name="other")
+    with pytest.raises(ConfigError, match="other is none of the 6 variables"):
+        optimizer.apply([keras.ops.ones(3)], [other])
+    with pytest.raises(ConfigError, match="cannot become a variable of each rank's own"):
+        optimizer.register_local_var(trained[0])
+
+
+def case_clipped_gradients_of_another_dtype() -> None:
+    for given in ({"clipnorm": 0.1}, {"global_clipnorm": 0.1}):
+        trained = [keras.Variable(np.ones((9, 9)), dtype="bfloat16", name=name) for name in "ab"]
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, **given), shard_state=True)
+        optimizer.apply([keras.ops.ones((9, 9), "bfloat16")] * 2, trained)
+        moved = np.asarray(1 - keras.ops.convert_to_numpy(keras.ops.cast(trained[0].value, "float32")))
+        norm = np.linalg.norm(moved) * (2**0.5 if "global_clipnorm" in given else 1)
+        np.testing.assert_allclose(norm, 0.1, rtol=0.3)
 
 
 def case_a_process_set() -> None:

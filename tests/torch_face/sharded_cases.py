@@ -323,6 +323,37 @@ def case_autograd_detects_that_parameters_have_changed() -> None:
         loss.backward()
 
 
+def case_what_users_see_around_a_step() -> None:
+    """Hooks that were there before get the weights of all, and gradients stay those of this rank."""
+    model = build()
+    optimizer = ADAM(model.parameters())
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append([p.detach().clone() for p in model.parameters()]))
+    optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
+    optimizer.zero_grad()
+    loss_of(model, own(0)).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    torch.testing.assert_close(seen[0], [p.detach() for p in model.parameters()])
+    torch.testing.assert_close(before, [p.grad for p in model.parameters()])
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            return super().step(closure)
+
+    twice = sharded(functools.partial(Twice, lr=0.1), model)
+
+    def closure() -> Any:
+        model.zero_grad()
+        loss = loss_of(model, own(0))
+        loss.backward()
+        return loss
+
+    with pytest.raises(ConfigError, match="evaluates its closure more than once"):
+        twice.step(closure)
+
+
 def case_process_sets() -> None:
     """Each rank is in one of two sets: one trains alone, others together."""
     sets = [hvd.add_process_set(ranks) for ranks in ([0], [*range(1, hvd.size())])]

@@ -26,6 +26,7 @@ from choros.parallel.objects import allgather_object
 from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes, indices_of_groups
 from choros.parallel.reduce.reducer import GradientReducer
+from choros.parallel.reduce.slices import check_process_set
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.settings import current
 from choros.torch.sliced_state import slice_state, slices_of, whole_state
@@ -193,11 +194,7 @@ def _check_sharded(op: Reduction, process_set: ProcessSet) -> None:
             "shard_state=True and op=Adasum: each rank makes a whole step of its own with Adasum, for which it needs "
             "all of the optimizer's state: pass only one of them."
         )
-    if process_set is not global_process_set and process_set.included() and process_set.communicator.elastic:
-        raise ConfigError(
-            "shard_state=True is not supported for some ranks of an elastic job, in which the slices of a lost rank "
-            "would be lost with it: leave shard_state or process_set out, or start a job without --min-np."
-        )
+    check_process_set(process_set)
 
 
 def _adasum_hook(compression: Compressor, predivide_factor: float, process_set: ProcessSet) -> Any:
@@ -338,7 +335,7 @@ def _wrap(optimizer: Any, hook: GradientHook | ChangeHook) -> Any:
     optimizer.register_step_pre_hook(before)
     handle = optimizer.register_step_post_hook(after)
     # Hooks that were there before, such as moving averages of the weights, are called when all have these.
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    vars(optimizer)["_optimizer_step_post_hooks"].move_to_end(handle.id, last=False)
     _distributed.add(optimizer)
     return optimizer
 

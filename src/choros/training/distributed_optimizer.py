@@ -22,12 +22,14 @@ from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.objects import object_of_first
 from choros.parallel.rank_memory import StateBytes, log_memory
-from choros.parallel.reduce.slices import Holders
+from choros.parallel.reduce.slices import Holders, check_process_set
 from choros.training.host_gradients import tensor_of
+from choros.training.keras_internals import slice_variables
 from choros.training.keras_internals.models import (
     BaseOptimizer,
     accumulators,
     apply_count,
+    check_gradients,
     derive,
     inner_optimizers,
     innermost,
@@ -98,6 +100,7 @@ class _DistributedMixin:
         reducer: Any = reducer_of(self)
         slices = reducer.slices
         own = list(gradients) if slices is None else slices.cut(gradients, variables)
+        reducer.ordering = None  # of the last reduction, which may have been in another function
         _apply_reduced(self, own, list(variables))
         return apply_count(self)
 
@@ -108,6 +111,7 @@ class _DistributedMixin:
         with _as_one_replica():
             if reducer.divides_state:
                 process_set = reducer.reducer.config.process_set
+                check_process_set(process_set)
                 with building_slices():
                     self.__class__ = own_class(self)
                     reducer.slices = Slices(self, variables, process_set, reducer.local)
@@ -148,6 +152,12 @@ class _DistributedMixin:
 
     def register_local_var(self, var: Any) -> None:
         """Keeps the gradient of ``var`` on its rank (Horovod's name)."""
+        slices = reducer_of(self).slices  # type: ignore[union-attr]
+        if slices is not None and slices.is_divided(var):
+            raise ConfigError(
+                f"{var.path} cannot become a variable of each rank's own: with shard_state, ranks have slices of it "
+                "already. Register it before the optimizer is built, or leave shard_state out."
+            )
         reducer_of(self).local.append(var)  # type: ignore[union-attr]
 
 
@@ -174,6 +184,7 @@ def _apply_reduced(optimizer: Any, reduced: Sequence[Any], variables: Sequence[A
 def _apply_in_slices(optimizer: Any, reduced: Sequence[Any], variables: Sequence[Any]) -> None:
     """Keras' own ``apply`` for the slices of this rank; then all variables are gathered."""
     slices, reducer = slices_of(optimizer), cast(OptimizerReducer, reducer_of(optimizer))
+    check_gradients(optimizer, reduced, variables)
     gradients, own = slices.own_pairs(reduced, variables, reducer.ordering)
     reducer.check_start([each for each in variables if slices.is_divided(each)])
     slices.load()
@@ -229,10 +240,8 @@ def divide(optimizer: Any) -> None:
     if not optimizer.built or not reducer.divides_state:
         return
     values, variables = list(whole_values(optimizer)), trained_variables(optimizer)
-    fresh = own_class(optimizer).from_config(optimizer.get_config())
-    vars(optimizer).clear()
-    vars(optimizer).update(vars(fresh))
-    object.__setattr__(optimizer, _ATTRIBUTE, reducer)
+    for each in dict.fromkeys((optimizer, innermost(optimizer))):
+        slice_variables.unbuild(each, slice_variables.first_of(each))
     with keras.name_scope(optimizer.name):
         optimizer.build(variables)
     assign_whole(optimizer, values)
@@ -272,11 +281,13 @@ def _cut_anew(optimizer: Any) -> None:
             slices = Slices(inner, slices_of(optimizer).variables, process_set, reducer.local, holders)
             return slices, OptimizerSlots(inner, slices, state.slots.first)
 
-        holders, values = object_of_first(lambda: (slices_of(optimizer).holders, undivided_values(optimizer)))
+        holders, has_begun, values = object_of_first(
+            lambda: (slices_of(optimizer).holders, reducer.has_begun, undivided_values(optimizer))
+        )
         if not holders.has(communicator.launched[communicator.rank]):  # this rank has joined since
             rebuild(optimizer, *cut(holders))
             assign_undivided(optimizer, values)
-            reducer.has_begun = True
+            reducer.has_begun = has_begun
         while True:
             slices, slots = cut(Holders.now(communicator))
             parts: dict[int, Any] = {}

@@ -98,9 +98,11 @@ def is_embedding(variable: Any) -> bool:
     return bool(getattr(variable, "name", None) == "embeddings")
 
 
-def scaled(gradient: Any, factor: float, variable: Any) -> Any:
-    """The gradient of ``variable`` times a factor."""
+def scaled(gradient: Any, factor: Any, variable: Any) -> Any:
+    """The gradient of ``variable`` times a factor, a number or a tensor of any dtype."""
     adapter = keras_arrays()
+    if not isinstance(factor, float):
+        factor = keras.ops.cast(factor, gradient.dtype)
     rows = adapter.rows_of(gradient)
     return gradient * factor if rows is None else adapter.from_rows(rows[0], rows[1] * factor, tuple(variable.shape))
 

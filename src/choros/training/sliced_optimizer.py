@@ -63,7 +63,8 @@ class _Sliced:
             return slices.scaled(grads, factors)
         norm, limit = keras.ops.sqrt(keras.ops.sum(squares)), optimizer.global_clipnorm
         scale = limit * keras.ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)  # NaN for infinities, as in Keras
-        return [gradient if gradient is None else gradient * scale for gradient in grads]  # rows become dense, as there
+        # Rows become dense, as there.
+        return [each if each is None else each * keras.ops.cast(scale, each.dtype) for each in grads]
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Keras', for moving averages of which each rank has its slices."""

@@ -24,13 +24,10 @@ from choros.parallel.reduce.gradients import Ranges, SliceLayout
 from choros.parallel.reduce.slices import Holders, even_slices, gather_held, whole_slices
 from choros.training.host_gradients import dtype_of, is_embedding, keras_arrays, scaled
 from choros.training.keras_internals import slice_variables
-from choros.training.keras_internals.models import MultiOptimizer, innermost
+from choros.training.keras_internals.models import NEED_ALL, NEED_VARIABLES, MultiOptimizer, innermost
 
 #: Keras' optimizers that update each item by its own gradient and state.
 _BY_ITEM = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
-#: What a user's class may override, so that it needs whole variables; and what it may not.
-_OF_VARIABLES = frozenset(("build", "update_step", "_backend_update_step", "_parallel_update_step"))
-_OF_ALL = frozenset(("apply", "stateless_apply", "_backend_apply_gradients", "_clip_gradients"))
 #: The gradient of a variable of which this rank has no items.
 ELSEWHERE: Any = object()
 #: The items of a variable, by its index, that are in the slice with this number.
@@ -140,13 +137,21 @@ class Slices:
         """
         return [*self.own.values(), self._padding]
 
+    def _index_of(self, variable: Any) -> int:
+        if id(variable) not in self._indices:
+            raise ConfigError(
+                f"{getattr(variable, 'path', variable.name)} is none of the {len(self.variables)} variables for which "
+                "this optimizer was built: compile the model again with a new optimizer."
+            )
+        return self._indices[id(variable)]
+
     def is_divided(self, variable: Any) -> bool:
         """Whether ranks have slices of ``variable``: else each trains it alone."""
-        return self._indices[id(variable)] in self.ranges
+        return self._index_of(variable) in self.ranges
 
     def layout_of(self, variable: Any) -> SliceLayout | None:
         """How the gradient of ``variable`` is divided; ``None`` if each rank receives it whole."""
-        index = self._indices[id(variable)]
+        index = self._index_of(variable)
         return self.layout(index) if index in self.ranges and not self.receives_whole else None
 
     def layout(self, index: int) -> SliceLayout:
@@ -156,7 +161,7 @@ class Slices:
 
     def pieces_of(self, variable: Any) -> list[Piece]:
         """This rank's pieces of ``variable``."""
-        index = self._indices[id(variable)]
+        index = self._index_of(variable)
         return [piece for number in (ALONE, *self.held) if (piece := (index, number)) in self.own]
 
     def cut(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Mapping[Piece, Any] | None]:
@@ -203,7 +208,7 @@ class Slices:
         pair is that of the padding. Collectives of a TensorFlow graph are in the order of what they compute with: the
         padding's gradient, of zeros, is computed from ``after``, a number that the reduction has returned.
         """
-        indices = [self._indices[id(variable)] for variable in variables]
+        indices = list(map(self._index_of, variables))
         self._updated = [index for index, each in zip(indices, gradients, strict=True) if each is not None]
         pairs = [(each, self.own[piece]) for own in gradients if own is not None for piece, each in own.items()]
         zeros = keras.ops.zeros(self._padding.shape)
@@ -336,14 +341,14 @@ def works_by_item(optimizer: Any) -> bool:
     users = [*itertools.takewhile(lambda kind: not kind.__module__.startswith("keras."), kinds)]
     overridden = {name for kind in users if not kind.__module__.startswith("choros.") for name in vars(kind)}
     name = type(inner).__name__
-    if isinstance(inner, MultiOptimizer) or overridden & _OF_ALL:
-        why = f"it overrides {', '.join(sorted(overridden & _OF_ALL))}" if overridden & _OF_ALL else "it has several"
+    if isinstance(inner, MultiOptimizer) or overridden & NEED_ALL:
+        why = f"it overrides {', '.join(sorted(overridden & NEED_ALL))}" if overridden & NEED_ALL else "it has several"
         raise ConfigError(
             f"shard_state=True: each rank would apply {name} to some variables, or items of them, but {name} may need "
             f"all ({why}): leave shard_state out, or override update_step() only."
         )
     by_item = tuple(getattr(keras.optimizers, each) for each in _BY_ITEM)
-    return isinstance(inner, by_item) and not overridden & _OF_VARIABLES
+    return isinstance(inner, by_item) and not overridden & NEED_VARIABLES
 
 
 def _least_items(variable: Any) -> int:

@@ -111,8 +111,10 @@ class WholeState:
         Raises:
             ConfigError: on all ranks, if the root has read its own part only, and others have not.
         """
-        communicator = self._slices.process_set.communicator
-        root = self._slices.process_set.ranks.index(root_rank)
+        communicator, ranks = self._slices.process_set.communicator, self._slices.process_set.ranks
+        if root_rank not in ranks:
+            return  # of which other ranks have none
+        root = ranks.index(root_rank)
         holds = communicator.atomic(lambda: communicator.agree(_HELD, value=2 if self.held else int(self.loaded)))
         if holds[root] == 1 and 0 in holds:
             self._refuse(holds)
@@ -120,10 +122,11 @@ class WholeState:
             values = self.held or [np.empty(slot.outline.shape, slot.outline.dtype) for slot in self.slots.whole]
             for number, value in enumerate(values):
                 self.assign(number, communicator.broadcast(value, root))
+            self.loaded = False  # all have the same
         self.held = ()
 
     def check_start(self) -> None:
-        """Once, checks that all ranks have read their part of a state, or none; all ranks call it."""
+        """Once, checks that all ranks have read their part of a state, or none; all ranks call it in each update."""
         if not self._started:
             self._started = True
             communicator = self._slices.process_set.communicator
@@ -131,6 +134,7 @@ class WholeState:
             if len(set(loaded)) > 1:
                 self._refuse(loaded)
             self.held = ()
+        self.loaded = False
 
     def _refuse(self, loaded: Sequence[int]) -> None:
         having = [rank for rank, each in zip(self._slices.process_set.ranks, loaded, strict=True) if each]
@@ -185,7 +189,7 @@ class WholeState:
     def cut_anew(self, slices: Slices, slots: OptimizerSlots) -> None:
         """From now on, this rank has the pieces in ``slices``, as the others have theirs."""
         self._slices, self.slots = slices, slots
-        self._started = self.loaded = True
+        self._started, self.loaded = True, False
         self._serve()
 
 

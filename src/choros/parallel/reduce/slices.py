@@ -27,10 +27,10 @@ from typing import Any, final
 
 import numpy as np
 
-from choros.comm import Communicator, Reduction, Request
+from choros.comm import Communicator, ProcessSet, Reduction, Request, global_process_set
 from choros.comm.fusion import WireDtype, aligned_empty, concatenate_scaled, scale_into
 from choros.comm.transfers import gather_shares, scatter_shares
-from choros.errors import PeerLostError
+from choros.errors import ConfigError, PeerLostError
 from choros.parallel.reduce.exchange import Array, Exchange
 from choros.parallel.reduce.gradients import Ranges, RowsLayout, SliceLayout, SparseRows
 
@@ -141,6 +141,15 @@ class Holders:
                 raise _slice_lost(member, copy)
             senders.append(sender)
         return tuple(senders)
+
+
+def check_process_set(process_set: ProcessSet) -> None:
+    """Raises an error if the ranks of this set cannot have slices of an optimizer's state."""
+    if process_set is not global_process_set and process_set.included() and process_set.communicator.elastic:
+        raise ConfigError(
+            "shard_state=True is not supported for some ranks of an elastic job, in which the slices of a lost rank "
+            "would be lost with it: leave shard_state or process_set out, or start a job without --min-np."
+        )
 
 
 def check_slices(number: int, communicator: Communicator) -> None:

@@ -38,6 +38,19 @@ _LATE_ATTRIBUTES = frozenset(
 #: The mark of models that ``fit`` has built from a batch.
 BUILT = "_choros_built"
 
+#: The methods of an optimizer that a user's class may override, so that it needs whole variables; or all of them.
+NEED_VARIABLES = frozenset(
+    (
+        "build",
+        "update_step",
+        "_backend_update_step",
+        "_parallel_update_step",
+        "_use_weight_decay",
+        "_apply_weight_decay",
+    )
+)
+NEED_ALL = frozenset(("apply", "stateless_apply", "_backend_apply_gradients", "_clip_gradients"))
+
 
 # optimizers -------------------------------------------------------------------------------------
 
@@ -349,3 +362,9 @@ def torch_device() -> str:
 
     device: str = get_device()
     return device
+
+
+def check_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Warns of variables that have no gradient, and raises an error if none has, as Keras does."""
+    if variables:
+        BaseOptimizer._filter_empty_gradients(optimizer, gradients, variables)

@@ -68,6 +68,9 @@ class Outline(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
 
+    def assign(self, value: Any) -> None:
+        """Nothing: it has no value."""
+
 
 def outline(optimizer: Any, first: Sequence[Any], variables: Sequence[Any]) -> list[Outline]:
     """Returns what the variables of ``optimizer`` would be if it were built for ``variables``, in order; the ``first``
@@ -79,6 +82,12 @@ def outline(optimizer: Any, first: Sequence[Any], variables: Sequence[Any]) -> l
         object.__setattr__(copy, name, value)
     copy.build(list(variables))
     return [each if isinstance(each, Outline) else outline_of(each) for each in copy._variables]
+
+
+def first_of(optimizer: Any) -> list[Any]:
+    """Returns the variables that a built optimizer had before."""
+    own = (optimizer._iterations, optimizer._learning_rate)
+    return [each for each in own if any(each is variable for variable in optimizer._variables)]
 
 
 def unbuild(optimizer: Any, first: Sequence[Any]) -> None:
