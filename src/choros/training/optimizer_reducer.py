@@ -304,8 +304,7 @@ class OptimizerReducer:
             else:
                 exchange = (int(micro_batches) + 1) % config.micro_batches == 0
                 reduced = reducer.reduce(gradients, examples=int(examples), exchange=exchange, layout=layout)
-            self.ordering, self._is_first, self.has_begun = None, not self.has_begun, True
-            self._due = reducer.due is not None
+            self._due, self._is_first, self.has_begun = reducer.due is not None, not self.has_begun, True
             return reduced
         if config.bucket_bytes is not None:
             return self._reduce_buckets(reducer, gradients, layout, examples)
