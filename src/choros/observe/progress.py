@@ -81,9 +81,9 @@ class Page:
     def end_collective(self) -> None:
         """Notes that its data have moved."""
         self.memory[_MOVES] = 0
-        if self._began_exchange is not None:
-            self.exchanged += max(0.0, self._now() - self._began_exchange)
-            self._began_exchange = None
+        began, self._began_exchange = self._began_exchange, None  # another thread's collective may end now, too
+        if began is not None:
+            self.exchanged += max(0.0, self._now() - began)
 
     def count(self, collective: str, sent: int) -> None:
         """Counts a collective to which this rank has given so many bytes of arrays."""
