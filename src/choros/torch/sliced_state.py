@@ -38,7 +38,7 @@ from choros.arrays.torch_arrays import TorchArrays
 from choros.comm import ProcessSet, Request
 from choros.errors import ConfigError, EngineError
 from choros.parallel.reduce.gradients import Ranges, SliceLayout, SparseRows
-from choros.parallel.reduce.slices import Holders, check_slices, gather_held, own_items
+from choros.parallel.reduce.slices import Holders, check_slices, gather_slices, own_items
 from choros.torch.division import DividedParameter, ParameterDivider, State, parameters_of
 from choros.torch.messages import decoded, encoded_or_refused
 
@@ -224,13 +224,7 @@ class ParameterSlices:
             layout.append(each)
             outs.append(out)
             own.append(mine)
-        communicator = self.process_set.communicator
-
-        def gather() -> None:
-            check_slices(len(self.holders.members), communicator)
-            gather_held(communicator, layout, self._without_copies, {self.number: own}, outs, self.name)
-
-        communicator.atomic(gather)
+        gather_slices(self.process_set.communicator, layout, own, outs, self.name)
         for parameter, out in zip(updated, outs, strict=True):
             if not _arrays.own_host_memory([parameter]):
                 parameter.data.copy_(_arrays.from_host(out.reshape(parameter.shape), parameter))
@@ -304,9 +298,9 @@ class ParameterSlices:
 
     def exchange(self, index: int) -> list[bytes]:
         """This rank's part in gathering the state of the parameter with this number; returns the slices' messages."""
-        check_slices(len(self.holders.members), self.process_set.communicator)
-        parameter = self.parameters[index]
-        return self.gather_messages(self._without_copies, lambda _: self.part(parameter))
+        communicator, parameter = self.process_set.communicator, self.parameters[index]
+        check_slices(len(self.holders.members), communicator)
+        return self.gather_messages(Holders(communicator.launched), lambda _: self.part(parameter))
 
     def gather_messages(self, holders: Holders, part: Callable[[int], State]) -> list[bytes]:
         """Gathers ``part`` of each slice from a rank that has it; by slice, its message."""
@@ -325,11 +319,6 @@ class ParameterSlices:
         messages = {n: together[end - size : end].tobytes() for n, end, size in zip(order, ends, lengths, strict=True)}
         return [messages[number] for number in range(len(order))]
 
-    @property
-    def _without_copies(self) -> Holders:
-        """In steps, each slice is on one rank."""
-        return Holders(self.holders.members)
-
     def divide_anew(self, ranges: Mapping[Any, Ranges]) -> None:
         """From now on, the ranks that there are have these items of the parameters."""
         communicator = self.process_set.communicator
@@ -340,10 +329,14 @@ class ParameterSlices:
 
     def use(self, optimizer: Any, settings: Sequence[Any], state: Mapping[int, State], others: State) -> None:
         """Makes these parts of the parameters' states, and what ``others`` have, the state of this rank."""
-        parameters = parameters_of(optimizer)
-        self.is_whole = True
-        take_state(optimizer, settings, {parameters[index]: part for index, part in state.items()}, others)
-        self.settle(optimizer)
+        numbers = itertools.count()
+        groups = [
+            {**own, "params": [next(numbers) for _ in group["params"]]}
+            for own, group in zip(settings, optimizer.param_groups, strict=True)
+        ]
+        parts = {index: part for index, part in state.items() if part}
+        optimizer.load_state_dict({"state": {**others, **parts}, "param_groups": groups})
+        self.settle(optimizer)  # of parts that are cut already
 
 
 @final
@@ -404,17 +397,3 @@ def use_settings(optimizer: Any, settings: Sequence[Mapping[str, Any]]) -> None:
         )
     for group, each in zip(groups, settings, strict=True):
         group.update(each)
-
-
-def take_state(
-    optimizer: Any, settings: Sequence[Any], parts: Mapping[Any, State], others: State | None = None
-) -> None:
-    """Gives ``optimizer`` these settings, parts of this rank that are already ``cut``, and ``others``' state."""
-    groups, numbers = optimizer.param_groups, itertools.count()
-    indices = {each: number for group in groups for each, number in zip(group["params"], numbers, strict=False)}
-    packed = [
-        {**own, "params": [indices[each] for each in group["params"]]}
-        for own, group in zip(settings, groups, strict=True)
-    ]
-    state = {**(others or {}), **{indices[parameter]: part for parameter, part in parts.items() if part}}
-    optimizer.load_state_dict({"state": state, "param_groups": packed})
