@@ -527,7 +527,7 @@ def test_slices_of_torch_in_a_function_of_elastic_run(kills, how, left, tmp_path
 
 def test_slices_of_torch_in_a_loop_of_ones_own_are_lost_with_a_rank():
     env = TORCH | {"CHOROS_SHARD_STATE": "1", "EXAMPLES": "600"}
-    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
+    flags = ("-np", 3, "--min-np", 1, "--reset-limit", 0)
     ended = run(*flags, sys.executable, HERE / "torch_script.py", "1@5", "plain", env=env, warm=True)
     assert ended.code == 69
     assert re.search("optimizer's state .*: use\\s+hvd.elastic.run", ended.err), ended.err
