@@ -110,6 +110,24 @@ def case_commits_during_an_epoch_have_the_weights_of_the_step():
     assert_same(commits, [seen[1], seen[3], seen[3]])
 
 
+def case_commits_change_nothing_for_a_rank_without_batches():
+    """It has its part of what a commit moves into the optimizer's accumulators, in slices too."""
+    rows = slice(None, 20) if hvd.rank() else slice(20, None)
+
+    def trained(*more: Any, shard_state: bool) -> list[Any]:
+        own = keras.Sequential([keras.Input((3,)), keras.layers.Dense(300, kernel_initializer="zeros")])
+        adam = keras.optimizers.Adam(0.1)
+        own.compile(hvd.DistributedOptimizer(adam, backward_passes_per_step=3, shard_state=shard_state), "mse")
+        callbacks = [hvd.callbacks.MetricAverageCallback()]
+        if more:
+            callbacks.append(hvd.elastic.CommitStateCallback(hvd.elastic.KerasState(own), *more))
+        own.fit(X[rows], Y[rows], batch_size=2, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        return list(own.get_weights())
+
+    for shard_state in (False, True):
+        assert_same(trained(1, shard_state=shard_state), trained(shard_state=shard_state))
+
+
 def case_a_model_without_variables_is_an_error():
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     with pytest.raises(ConfigError, match="must be built"):

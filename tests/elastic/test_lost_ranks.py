@@ -503,6 +503,27 @@ def test_a_commit_of_elastic_run_has_the_state_of_one_process(tmp_path):
     assert [(report["wrong"], report["size"]) for report in reports] == [({}, 4)] * 4
 
 
+def uneven_commits(*arguments, flags=()):
+    script = (sys.executable, HERE / "uneven_commits_script.py", *map(str, arguments))
+    ended = run("-np", 3, "--min-np", 2, *flags, *script, env={"KERAS_BACKEND": "torch"}, warm=True)
+    assert ended.code == 0, ended.err
+    return sorted((json.loads(each) for each in re.findall(r"{.*}", ended.out)), key=lambda each: each["rank"])
+
+
+@pytest.mark.parametrize("passes", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_without_batches_commit_their_slices_with_the_others(passes):
+    reports = uneven_commits(passes, "lost", flags=("--reset-limit", 0))
+    rows = [*range(12), *range(12, 12 + 8 * 3)]  # of ranks 0 and 1, and of rank 2's batches before the loss
+    assert [report["rank"] for report in reports] == [0, 2]
+    assert [(report["trained"], report["counts"]) for report in reports] == [(rows, [0.0, 1.0])] * 2
+
+
+def test_a_new_rank_waits_until_all_have_batches():
+    reports = uneven_commits(1, "replaced")
+    assert [(report["rank"], report["size"]) for report in reports] == [(0, 3), (1, 3), (2, 3)]
+    assert reports[0]["counts"] == reports[1]["counts"] == reports[2]["counts"]
+
+
 @pytest.mark.parametrize(
     ("kills", "how", "left"),
     [
@@ -527,7 +548,7 @@ def test_slices_of_torch_in_a_function_of_elastic_run(kills, how, left, tmp_path
 
 def test_slices_of_torch_in_a_loop_of_ones_own_are_lost_with_a_rank():
     env = TORCH | {"CHOROS_SHARD_STATE": "1", "EXAMPLES": "600"}
-    flags = ("-np", 3, "--min-np", 1, "--reset-limit", 0)
+    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
     ended = run(*flags, sys.executable, HERE / "torch_script.py", "1@5", "plain", env=env, warm=True)
     assert ended.code == 69
     assert re.search("optimizer's state .*: use\\s+hvd.elastic.run", ended.err), ended.err

@@ -292,6 +292,29 @@ def case_moving_averages_take_their_place_at_the_end() -> None:
     check_fit(lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.7, clipnorm=0.3))
 
 
+def case_moving_averages_take_their_place_in_each_validation() -> None:
+    """And, with ``swap_on_epoch``, in what is saved at the end of each epoch."""
+    for swap_on_epoch in (False, True):
+
+        def trained(distribute: bool, swap_on_epoch: bool = swap_on_epoch) -> list[Any]:
+            seen: list[Any] = []
+            averages = keras.callbacks.SwapEMAWeights(swap_on_epoch=swap_on_epoch)
+            saved = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: seen.extend(model.get_weights()))
+            own = keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.7)
+            model = build()
+            model.compile(hvd.DistributedOptimizer(own, shard_state=True) if distribute else own, "mse")
+            settings: dict[str, Any] = {"epochs": 3, "shuffle": False, "verbose": 0, "validation_data": data()}
+            if distribute:
+                callbacks = [hvd.callbacks.MetricAverageCallback(), averages, saved]
+                history = model.fit(hvd.shard(data(), batch_size=BATCH), callbacks=callbacks, **settings)
+            else:
+                history = model.fit(*data(), batch_size=BATCH, callbacks=[averages, saved], **settings)
+            return [*map(np.float32, history.history["val_loss"]), *seen, *model.get_weights()]
+
+        ours = trained(distribute=True)
+        assert_close(ours, of_one_rank(lambda: trained(distribute=False)), 1e-5)
+
+
 def case_loss_scaling() -> None:
     def create() -> Any:
         inner = keras.optimizers.Adam(0.01, clipnorm=0.4)

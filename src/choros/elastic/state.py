@@ -88,7 +88,7 @@ class State:
             store.write({_PICKLED: cloudpickle.dumps(self.committed())})
 
     def check_host_updates(self) -> None:
-        """Raises on all ranks if one of them knows that hosts were added or will be removed.
+        """Raises on all ranks if one of them knows that hosts were added or will be removed; once all have batches.
 
         If the job was asked to end, the state is committed here, and all ranks end.
 
@@ -100,8 +100,8 @@ class State:
         if job_ends() and communicator.allreduce(np.ones(()), Reduction.SUM, name="ranks here") == communicator.size:
             end_job(self._commit)  # else some have joined the others, and come to the next call
         update = int(communicator.allreduce(np.array(int(known)), Reduction.MAX, name="hosts updated"))
-        self._update = HostUpdate.NONE
-        if update:
+        if update and not communicator.not_joined:  # else as above
+            self._update = HostUpdate.NONE
             raise HostsUpdatedInterrupt(skip_sync=update == HostUpdate.REMOVED)
 
     def load(self) -> None:

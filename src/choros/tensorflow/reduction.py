@@ -19,7 +19,8 @@ from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.settings import current
 from choros.tensorflow.collectives import in_session_graph
-from choros.training.optimizer_reducer import OptimizerReducer, placed
+from choros.training.device import placed
+from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.variables import value_of
 
 _ADVICE = (

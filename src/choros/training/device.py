@@ -1,12 +1,18 @@
-"""The device of a process: one accelerator, and its share of the host's cores."""
+"""The device of a process: one accelerator, its share of the host's cores, and where it reduces gradients."""
 
+import dataclasses
 import os
 from collections.abc import Callable
+from typing import Any
 
 import keras
 
 from choros.comm import topology
+from choros.comm.devices import Device
 from choros.errors import ConfigError
+from choros.parallel.reduce.device import device_to_reduce_on
+from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes
+from choros.training.keras_internals.models import torch_device
 
 
 def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None = None) -> str:
@@ -137,3 +143,20 @@ def tensorflow_gpu() -> int | None:
 
     gpus = tf.config.get_visible_devices("GPU")
     return int(gpus[0].name.rpartition(":")[2]) if gpus else None
+
+
+def placed(config: ReduceConfig) -> ReduceConfig:
+    """Returns ``config`` with the device and the bucket size that suit the framework and its device."""
+    backend, device = keras.backend.backend(), None  # on JAX through host memory
+    if backend != "jax" and config.process_set.included():
+        own: Any
+        if backend == "torch":
+            import torch
+
+            own = torch.empty(0, device=torch_device()).device
+        else:
+            gpu = tensorflow_gpu()
+            own = Device("cpu") if gpu is None else Device("cuda", gpu)
+        device = device_to_reduce_on(config.process_set.communicator, config.compressor, backend, [own])
+    buckets = bucket_bytes(accelerated=accelerated(), device=device) if config.micro_batches == 1 else None
+    return dataclasses.replace(config, device=device, bucket_bytes=buckets)

@@ -338,7 +338,17 @@ def participation(optimizer: Any) -> Participation:
     if reducer.state_owner is not None:
         return reducer.participation(variables, update)
     shared = [variable for variable in variables if not reducer.is_local(variable)]
-    part = reducer.participation(shared, update_when_settled if _makes_updates_of_others(optimizer) else None)
+
+    def accumulate_when_settled(gradients: list[tuple[Any, Any]]) -> None:
+        communicator.when_settled(lambda: _accumulate(optimizer, gradients))
+
+    if _makes_updates_of_others(optimizer):
+        part = reducer.participation(shared, update_when_settled, accumulate_when_settled)
+    else:
+        part = reducer.participation(shared)
+    commit = reducer.commit()
+    if commit is not None:
+        part = {**part, _commit_request(reducer): lambda _: communicator.when_settled(commit)}
     if reducer.slices is None:
         return part
 
@@ -361,13 +371,37 @@ def _makes_updates_of_others(optimizer: Any) -> bool:
 
 def reduce_early(optimizer: Any) -> None:
     """Moves micro-batches' gradients into the optimizer's accumulators, on all ranks: no loss of a rank takes them."""
-    reducer, own = reducer_of(optimizer), accumulators(optimizer)
-    if reducer is None or not reducer.reducer.active or not own:
+    reducer = reducer_of(optimizer)
+    if reducer is None or not reducer.reducer.active or not accumulators(optimizer):
         return
+    gradients = reducer.reduce_early()
+    if reducer.has_state:
+        _accumulate(optimizer, gradients)
+
+
+def _accumulate(optimizer: Any, gradients: Sequence[tuple[Any, Any]]) -> None:
+    own = accumulators(optimizer)
     numbers = {id(variable): number for number, variable in enumerate(trained_variables(optimizer))}
-    for variable, gradient in reducer.reduce_early():
-        if reducer.has_state:
-            own[numbers[id(variable)]].assign_add(gradient)
+    for variable, gradient in gradients:
+        own[numbers[id(variable)]].assign_add(gradient)
+
+
+def commit_together(reducer: OptimizerReducer) -> None:
+    """Commits on all ranks, also on those that have joined: each must have its slices of the same step::
+
+    rank 0                   rank 1, which has joined
+    step 8             ───►  makes its update
+    agree(commit)      ───►  commits its slices of step 8
+    """
+    communicator = reducer.reducer.config.process_set.communicator
+
+    communicator.atomic(lambda: communicator.agree(_commit_request(reducer)))
+    if (commit := reducer.commit()) is not None:
+        commit()
+
+
+def _commit_request(reducer: OptimizerReducer) -> Request:
+    return Request("commit", name=reducer.name)
 
 
 def receive_weights(optimizer: Any) -> tuple[int, ...]:

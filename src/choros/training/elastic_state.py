@@ -1,5 +1,6 @@
 """Horovod's states of elastic training for Keras models and lists of variables, and its callbacks."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -9,7 +10,7 @@ from choros.arrays import adapter_of
 from choros.comm import global_process_set
 from choros.elastic.state import ObjectState, State
 from choros.errors import ConfigError, HostsUpdatedInterrupt
-from choros.training.distributed_optimizer import cut_anew, reduce_early, reducer_of
+from choros.training.distributed_optimizer import commit_together, cut_anew, reduce_early, reducer_of
 from choros.training.keras_internals.fit import drop_jax_state
 from choros.training.keras_internals.models import is_built
 from choros.training.sliced_optimizer import assign_whole, has_slices, whole_values
@@ -83,7 +84,16 @@ class KerasState(VariablesState):
             raise ConfigError("the model must be built before its state is: call model.build(input_shape) before.")
         self.model = model
         self.optimizer = optimizer or getattr(model, "optimizer", None)
+        if (reducer := reducer_of(self.optimizer)) is not None:
+            reducer.commit = weakref.WeakMethod(super()._commit)
         super().__init__(**kwargs)
+
+    def _commit(self) -> None:
+        reducer = reducer_of(self.optimizer)
+        if reducer is None or not reducer.reducer.config.process_set.communicator.elastic:
+            super()._commit()
+        else:
+            commit_together(reducer)
 
     def save(self) -> None:
         """Copies the values and the objects; the gradients of micro-batches since the last update are among them."""

@@ -11,14 +11,16 @@ from choros.parallel.compression import Compression, Compressor
 from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
 from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
 from choros.training.accumulation import accumulation_steps
+from choros.training.device import placed
 from choros.training.distributed_optimizer import divide, reducer_of, wrap
 from choros.training.keras_internals.models import innermost, trained_variables
-from choros.training.optimizer_reducer import OptimizerReducer, placed
+from choros.training.optimizer_reducer import OptimizerReducer
 
 _ADVICE = (
     "Start all ranks from the same values: pass BroadcastGlobalVariablesCallback(0) to model.fit, or call "
     "broadcast_variables(model.variables, root_rank=0) before training. A variable that is to differ between ranks is "
-    "registered with optimizer.register_local_var(variable)."
+    "registered with optimizer.register_local_var(variable). With shard_state, TensorFlow must not build the model "
+    "from the first batch, after which that callback broadcasts: begin it with keras.Input, or call model.build(shape)."
 )
 
 

@@ -20,11 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Reduction, global_process_set
-from choros.comm.devices import Device
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.identical import Comparison, check_identical
-from choros.parallel.reduce.device import device_to_reduce_on
 from choros.parallel.reduce.gradients import (
     Gradient,
     GradientLayout,
@@ -32,11 +30,10 @@ from choros.parallel.reduce.gradients import (
     SliceLayout,
     layout_of,
 )
-from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes
+from choros.parallel.reduce.plan import ReduceConfig
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import BackwardExchange, are_replaceable
 from choros.settings import current
-from choros.training.device import accelerated, tensorflow_gpu
 from choros.training.host_gradients import (
     FLAG,
     dtype_of,
@@ -48,7 +45,7 @@ from choros.training.host_gradients import (
     tensor_of,
 )
 from choros.training.keras_internals.fit import sync_jax_state
-from choros.training.keras_internals.models import read_gathered_rows_only, torch_device
+from choros.training.keras_internals.models import read_gathered_rows_only
 from choros.training.replaced import replaced
 from choros.training.sliced_state import ELSEWHERE, Slices
 from choros.training.variables import overwrite, value_of
@@ -89,6 +86,8 @@ class OptimizerReducer:
         self.state: WholeState | None = None
         #: The model that is trained, which an optimizer's state, kept for other ranks, must not keep.
         self.model: Callable[[], Any] = lambda: None
+        #: What commits the state of this optimizer, if anything does (``commit_together``).
+        self.commit: Callable[[], Callable[[], None] | None] = lambda: None
         self._configure = configure
         self._sparse_as_dense = sparse_as_dense
         self._op = op
@@ -418,25 +417,38 @@ class OptimizerReducer:
 
     def reduce_early(self) -> list[tuple[Any, Any]]:
         """Reduces gradients of micro-batches now, on all ranks between two steps; returns what is to be accumulated."""
+        found = self.reducer.reduce_early()
+        return [pair for layout, gradients in found.items() for pair in self._accumulated(layout, gradients, ())]
+
+    def _accumulated(
+        self, layout: GradientLayout, gradients: Sequence[Gradient], default: Sequence[Any]
+    ) -> list[tuple[Any, Any]]:
+        variables, tensors = self._variables.get(layout, default), list(map(tensor_of, gradients))
         pairs: list[tuple[Any, Any]] = []
-        for layout, gradients in self.reducer.reduce_early().items():
-            variables, tensors = self._variables.get(layout, []), list(map(tensor_of, gradients))
-            if self.slices is None:
-                pairs += zip(variables, tensors, strict=False)
-            elif variables:
-                for pieces in self.slices.placed(tensors, variables):
-                    pairs += [(self.slices.own[piece], tensor) for piece, tensor in (pieces or {}).items()]
+        if self.slices is None:
+            pairs += zip(variables, tensors, strict=False)
+        elif variables:
+            for pieces in self.slices.placed(tensors, variables):
+                pairs += [(self.slices.own[piece], tensor) for piece, tensor in (pieces or {}).items()]
         return [(each, keras_arrays().to_dense(gradient, tuple(each.shape))) for each, gradient in pairs]
 
     def participation(
-        self, variables: Sequence[Any], on_update: Callable[[list[Gradient], Sequence[Any]], None] | None = None
+        self,
+        variables: Sequence[Any],
+        on_update: Callable[[list[Gradient], Sequence[Any]], None] | None = None,
+        on_early: Callable[[list[tuple[Any, Any]]], None] = lambda _: None,
     ) -> Participation:
-        """As ``GradientReducer.participation``; sparse ones may come, ``on_update`` gets those of others' steps."""
+        """As ``GradientReducer.participation``; sparse ones may come, ``on_update`` gets those of others' steps, and
+        ``on_early`` what ``reduce_early`` returns on others.
+        """
 
         def update(reduced: list[Gradient]) -> None:
             self.ordering, self._is_first, self.has_begun = None, not self.has_begun, True
             if on_update is not None:
                 on_update(reduced, self._of_results(reduced, variables))
+
+        def early(layout: GradientLayout, reduced: list[Gradient]) -> None:
+            on_early(self._accumulated(layout, reduced, variables))
 
         dense: list[Any] = [(tuple(v.shape), dtype_of(v)) for v in variables]
         if self.slices is not None:
@@ -447,7 +459,7 @@ class OptimizerReducer:
                 rows = [RowsLayout(each[0], each[1], index_dtype, ranges=getattr(each, "ranges", ())) for each in dense]
                 pairs = zip(variables, dense, rows, strict=True)
                 sparse += [tuple(of_rows if is_embedding(v) else each for v, each, of_rows in pairs)]
-        return self.reducer.participation(tuple(dense), update, sparse)
+        return self.reducer.participation(tuple(dense), update, sparse, early)
 
     def _of_results(self, reduced: list[Gradient], default: Sequence[Any]) -> Sequence[Any]:
         """The variables of the gradients that a step of other ranks has reduced."""
@@ -469,23 +481,6 @@ def _step_examples() -> Any:
     """The number of examples in the batch; ``None`` outside of steps, whose backward passes involve no other rank."""
     step = current_step()
     return None if step is None else step.examples
-
-
-def placed(config: ReduceConfig) -> ReduceConfig:
-    """Returns ``config`` with the device and the bucket size that suit the framework and its device."""
-    backend, device = keras.backend.backend(), None  # on JAX through host memory
-    if backend != "jax" and config.process_set.included():
-        own: Any
-        if backend == "torch":
-            import torch
-
-            own = torch.empty(0, device=torch_device()).device
-        else:
-            gpu = tensorflow_gpu()
-            own = Device("cpu") if gpu is None else Device("cuda", gpu)
-        device = device_to_reduce_on(config.process_set.communicator, config.compressor, backend, [own])
-    buckets = bucket_bytes(accelerated=accelerated(), device=device) if config.micro_batches == 1 else None
-    return dataclasses.replace(config, device=device, bucket_bytes=buckets)
 
 
 def _on_torch() -> bool:

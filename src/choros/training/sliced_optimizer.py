@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -69,11 +70,9 @@ class _Sliced:
     def finalize_variable_values(self, var_list: Any) -> None:
         """Keras', for moving averages of which each rank has its slices."""
         del var_list
-        slices = slices_of(self)
         if self.use_ema:  # type: ignore[attr-defined]
-            slices.load()
-            super().finalize_variable_values(slices.slice_variables)  # type: ignore[misc]
-            slices.gather(state_of(self).check_start, everything=True)
+            with _loaded(self):
+                super().finalize_variable_values(slices_of(self).slice_variables)  # type: ignore[misc]
 
     def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> Any:
         if save_type == "checkpoint":
@@ -119,6 +118,21 @@ def apply_scaled(optimizer: Any, gradients: Sequence[Any], own: Sequence[Any]) -
     updated = update_if_finite(optimizer, finite, state, every, values)
     for variable, value in zip(assigned, [each for part in updated for each in part], strict=True):
         variable.assign(value)
+
+
+@contextmanager
+def _loaded(optimizer: Any) -> Iterator[None]:
+    """A context that assigns slice variables, on all ranks, and weights are gathered from them."""
+    if not has_slices(optimizer):
+        yield
+        return
+    slices = slices_of(optimizer)
+    slices.load()
+    yield
+    slices.gather(state_of(optimizer).check_start, everything=True)
+
+
+slice_variables.exchange_averages_in(_loaded)
 
 
 def whole_values(optimizer: Any) -> Iterator[NDArray[Any]]:

@@ -16,9 +16,10 @@ from choros.distribute.types import ReduceOp
 from choros.errors import StrategyError
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.training.accumulation import accumulation_steps
+from choros.training.device import placed
 from choros.training.distributed_optimizer import reducer_of, wrap
 from choros.training.keras_internals.models import global_seed_generator, innermost
-from choros.training.optimizer_reducer import OptimizerReducer, placed
+from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.random_numbers import draw_by_replica
 from choros.training.trainer import spans_ranks
 

@@ -77,7 +77,8 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
             "With --commit-dir, the same command goes on from the last commit.",
         )
         code = last.code if raised else PeerLostError.exit_code
-        return Outcome(code, lines + ((last.traceback,) if last.traceback else ()), last)
+        why = last.traceback or next((end.traceback for end in failures if _says_more(end.traceback)), "")
+        return Outcome(code, lines + ((why,) if why else ()), last)
     if job_end.reason is None and any(map(job_end.has_finished, job_end.exits)):
         lost = [job_end.started[rank] for rank in sorted(job_end.missing) if rank in job_end.started]
         return Outcome(0, tuple(f"chorosrun: rank {start.rank} on {start.host} disappeared." for start in lost))
@@ -88,6 +89,11 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
         )
         return Outcome(_CODES[Reason.TERMINATE], (line,))
     return None
+
+
+def _says_more(traceback: str) -> bool:
+    """Whether a rank that was left ended for another reason than that too few were."""
+    return bool(traceback) and "fewer than --min-np" not in traceback
 
 
 def _causes_first(job_end: JobEnd, failures: Sequence[Exit]) -> list[Exit]:

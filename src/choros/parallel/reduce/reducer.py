@@ -260,8 +260,11 @@ class GradientReducer:
         layout: GradientLayout,
         on_update: Callable[[list[Gradient]], None] | None = None,
         alternatives: Sequence[GradientLayout] = (),
+        on_early: Callable[[GradientLayout, list[Gradient]], None] = lambda *_: None,
     ) -> Participation:
-        """Returns how a rank without batches participates; the arguments are those of ``join``."""
+        """Returns how a rank without batches participates; the arguments are those of ``join``. ``on_early`` is called
+        with what the others' ``reduce_early`` returns.
+        """
         if self._plan is None:
             for each in (*alternatives, layout):
                 self.plan(each)
@@ -290,8 +293,7 @@ class GradientReducer:
             sum_bucket(counts, 0)
 
         def exchange_early(_: Sequence[int], layout: GradientLayout) -> None:
-            # This rank receives the optimizer's accumulators with the weights.
-            self._exchange(self._planned(layout), None, early=True)
+            on_early(layout, self._exchange(self._planned(layout), None, early=True))
 
         def sum_bucket(_: Sequence[int], bucket: int) -> None:
             plan = self._plan

@@ -6,7 +6,8 @@ a function's, on TensorFlow in a copy.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
@@ -139,3 +140,19 @@ class _Outlined:
 
     def _var_key(self, variable: Any) -> int:
         return id(variable)
+
+
+def exchange_averages_in(context: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """Lets ``SwapEMAWeights`` exchange the variables of an optimizer and their averages in a ``context`` of it."""
+
+    def within(own: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def exchange(callback: Any, optimizer: Any) -> None:
+            with context(optimizer):
+                own(callback, optimizer)
+
+        return exchange
+
+    callback = keras.callbacks.SwapEMAWeights
+    for name in ("swap_variables", "finalize_ema_values"):
+        for framework in ("tf", "backend"):
+            setattr(callback, f"_{framework}_{name}", within(getattr(callback, f"_{framework}_{name}")))
