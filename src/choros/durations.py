@@ -48,6 +48,14 @@ NAME: Final = Duration(6.0, _LAUNCHER, "for a host's name to be found", "the job
 LOGIN: Final = Duration(
     10.0, _LAUNCHER, "for a host's login, when an elastic job starts again", "it starts without that host"
 )
+AGENTS: Final = Duration(
+    900.0, _LAUNCHER, "in a cluster that starts it on each host, for the other hosts", "the job fails: they are named"
+)
+AGENTS_SHOWN: Final = Duration(30.0, _LAUNCHER, "for them, between two lines that say so", "it says so again")
+LEFT_LOOK: Final = Duration(
+    0.2, _LAUNCHER, "on a host that leaves the job, for its ranks and mpirun's daemon to end", "it looks again"
+)
+AGENT_PROOF: Final = Duration(5.0, _LAUNCHER, "in place of ssh, for chorosrun on the first host", "the command fails")
 DISCOVERY: Final = Duration(30.0, _LAUNCHER, "for the script of --host-discovery-script", "the script counts as failed")
 HOSTS_LOOK: Final = Duration(1.0, _LAUNCHER, "between two runs of that script", "it runs again", tests_shorten=True)
 HOSTS_RETRY: Final = Duration(

@@ -17,18 +17,19 @@ from choros.errors import ChorosError, LaunchError
 from choros.frameworks import installed, runs_here
 from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.launcher import dry_run_command, launch
-from choros.launch.driver.machine import count_accelerators, detect_mpirun, own_names, run_script
+from choros.launch.driver.machine import count_accelerators, detect_mpirun, full_name, own_names, run_script
 from choros.launch.driver.outcome import outcome_of
 from choros.launch.driver.output import output_of, use_colour, write_all
 from choros.launch.options import OF_HOROVODRUN, PARAMETERS, GroupedCommand
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.command import dry_run_text
-from choros.launch.plan.environment import parse_variables
+from choros.launch.plan.environment import in_slurm, parse_variables
 from choros.launch.plan.horovod_flags import check, read_config_file, unused, variables, with_config
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
 from choros.launch.processes.control import STACKS_OF, answer_of
 from choros.settings import VARIABLES
+from choros.topology.clusters import ClusterHost, find_cluster
 
 
 @click.command(
@@ -58,17 +59,49 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
     arguments = arguments_of(given)
     for sentence in unused(given):
         click.echo(f"chorosrun: {sentence}", err=True)
-    mpirun = detect_mpirun(arguments.mpirun)
-    job = arguments.job(command, os.environ, own_names, count_accelerators, discover=run_script)
     if given["dry_run"]:
+        mpirun = detect_mpirun(arguments.mpirun)
+        job = arguments.job(command, os.environ, own_names, count_accelerators, discover=run_script)
         click.echo(dry_run_text(job, dry_run_command(job, mpirun, os.environ), os.environ))
         return 0
+    if arguments.names_hosts or in_slurm(os.environ):
+        return _launch(command, arguments)
+    cluster = find_cluster(os.environ, full_name)
+    return _launch(command, arguments) if cluster is None else _launch_in(cluster, command, arguments)
+
+
+def _launch(command: tuple[str, ...], arguments: Arguments) -> int:
+    mpirun = detect_mpirun(arguments.mpirun)
+    job = arguments.job(command, os.environ, own_names, count_accelerators, discover=run_script)
     if not job.remote:
         problem = missing_command(command[0])
         if problem is not None:
             click.echo(f"chorosrun: {problem}", err=True)
             return 127
     return _run(job, mpirun, arguments)
+
+
+def _launch_in(cluster: ClusterHost, command: tuple[str, ...], arguments: Arguments) -> int:
+    """Runs the job, or this host's part of it, where a cluster has started this command on each host."""
+    from choros.launch.agents.agent import serve_host  # takes 20 ms; other jobs do not need it
+    from choros.launch.agents.hub import Hub, slots_of
+
+    # In a container this is process 1, for which SIGTERM has no default action.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    show = partial(click.echo, err=True)
+    slots, seconds = slots_of(cluster, arguments, count_accelerators), arguments.start_timeout or durations.AGENTS
+    if cluster.index:
+        return serve_host(cluster, slots, seconds, os.environ, show)
+    hub, code = Hub(cluster, slots, os.environ), 128 + signal.SIGTERM
+    try:
+        hub.wait(arguments.num_proc, arguments.min_num_proc, seconds, show)
+        code = _launch(command, hub.named(arguments))
+    except ChorosError as error:
+        code = error.exit_code
+        raise
+    finally:
+        hub.close(code)
+    return code
 
 
 @click.command(context_settings={"max_content_width": 110})

@@ -89,6 +89,11 @@ class Channel:
         """The IP address of this end."""
         return str(self._end.getsockname()[0])
 
+    @property
+    def peer_address(self) -> str:
+        """The IP address of the other end."""
+        return str(self._end.getpeername()[0])
+
     def fileno(self) -> int:
         """The descriptor: readable when at least a part of a message has arrived, or when the peer is gone."""
         return self._end.fileno()

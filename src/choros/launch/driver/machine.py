@@ -44,6 +44,13 @@ def _amd(directory: Path) -> int:
     return count
 
 
+def full_name() -> str:
+    """Returns the name of this machine with its domain."""
+    import socket
+
+    return socket.getfqdn()
+
+
 def own_names() -> frozenset[str]:
     """Returns every name and address of this machine that a host list may contain."""
     import socket  # these two imports take 15 ms, and only jobs with named hosts need them

@@ -40,6 +40,7 @@ _RESTARTS = 3
 _RANKS = whole_numbers(1, MOST_SLOTS)
 _LIMITS = Limits()
 _ELASTIC = Elastic(1, 1)
+_NAME_HOSTS = ("hosts", "hostfile", "host_discovery_script")
 #: The arguments that make a job elastic, and those that only apply to such a job.
 _MAKE_ELASTIC = ("min_num_proc", "max_num_proc", "host_discovery_script")
 _ONLY_ELASTIC = ("elastic_timeout", "reset_limit", "cooldown_range")
@@ -264,6 +265,11 @@ class Arguments:
             elastic=elastic,
         )
 
+    @property
+    def names_hosts(self) -> bool:
+        """Whether the arguments say where the ranks run."""
+        return any(getattr(self, name) is not None for name in _NAME_HOSTS)
+
     def limits(self, environ: Mapping[str, str]) -> Limits:
         """Returns the time limits, some of which are variables in ``environ``."""
         ranks = {**environ, **self.env}
@@ -315,7 +321,7 @@ class Arguments:
                 f"--ps: a job with parameter servers is not elastic: its workers may come and go. Leave out {making}; "
                 "--max-restarts says how many times a worker is restarted."
             )
-        given = [name for name in ("hosts", "hostfile", "host_discovery_script") if getattr(self, name) is not None]
+        given = [name for name in _NAME_HOSTS if getattr(self, name) is not None]
         if len(given) > 1:
             both = " and ".join(map(self._spelled, given))
             raise ConfigError(f"{both} both name hosts: give only one of them.")

@@ -10,13 +10,13 @@ from choros.topology import ENVIRONMENTS, TF_CONFIG, expand_counts
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_THIS_HOST = {
-    "_", "DBUS_SESSION_BUS_ADDRESS", "DISPLAY", "EDITOR", "HOSTNAME", "HOST", "LOGNAME", "MAIL", "OLDPWD", "PAGER",
-    "PWD", "SHELL", "SHLVL", "TEMP", "TERM", "TERMCAP", "TMP", "TMPDIR", "TTY", "USER", "WAYLAND_DISPLAY", "WINDOWID",
-    "XAUTHORITY",
+    "_", "CLUSTER_SPEC", "DBUS_SESSION_BUS_ADDRESS", "DISPLAY", "EDITOR", "HOSTNAME", "HOST", "JOB_COMPLETION_INDEX",
+    "LOGNAME", "MAIL", "OLDPWD", "PAGER", "PWD", "SHELL", "SHLVL", "SM_CURRENT_HOST", "TEMP", "TERM", "TERMCAP", "TMP",
+    "TMPDIR", "TTY", "USER", "WAYLAND_DISPLAY", "WINDOWID", "XAUTHORITY",
 }  # fmt: skip
 _OF_THIS_HOST_PREFIXES = (
-    "BASH_FUNC_", "GPG_", "HYDI_", "HYDRA_", "LC_", "LSB_", "LSF_", "OMPI_", "PBS_", "PMI_", "PMIX_", "PRTE_", "SLURM_",
-    "SSH_", "SUDO_", "XDG_",
+    "AWS_BATCH_JOB_", "BASH_FUNC_", "GPG_", "HYDI_", "HYDRA_", "LC_", "LSB_", "LSF_", "OMPI_", "PBS_", "PET_", "PMI_",
+    "PMIX_", "PRTE_", "SKYPILOT_", "SLURM_", "SSH_", "SUDO_", "XDG_",
 )  # fmt: skip
 #: Open MPI's settings by the user, unlike the rest of ``OMPI_``: they apply on every host.
 _PREFIXES_KEPT = ("OMPI_MCA_",)

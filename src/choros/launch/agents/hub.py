@@ -1,0 +1,210 @@
+"""The hub: on the first host, it knows the agents of the others, and hands them what is to be run there."""
+
+import os
+import shlex
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+from choros import durations
+from choros.durable import unfinished
+from choros.errors import ConfigError, EngineError, HostUnreachable, LaunchError
+from choros.launch.agents.messages import (
+    HUB,
+    LOST,
+    AgentReady,
+    CommandExit,
+    CommandOutput,
+    HostLeaves,
+    JobOver,
+    RunCommand,
+    ShellCommand,
+    StopCommand,
+)
+from choros.launch.plan.arguments import Arguments
+from choros.launch.plan.hosts import Host
+from choros.topology.clusters import ClusterHost
+from choros.transport.channel import Channel, ChannelClosed
+from choros.transport.listener import Listener
+from choros.transport.secret import job_key
+
+
+def slots_of(cluster: ClusterHost, arguments: Arguments, count_accelerators: Callable[[], int]) -> int:
+    """Returns how many ranks a host of the cluster takes: as requested, one for each accelerator, or equal shares."""
+    slots = arguments.nproc_per_node or cluster.slots or count_accelerators()
+    if slots or arguments.num_proc is None or cluster.size is None:
+        return slots or 1
+    return -(-arguments.num_proc // cluster.size)
+
+
+@final
+class Hub:
+    """Listens for agents and shells from when it is made to ``close``; ``slots``: this host's.
+
+    Attributes:
+        port: where it listens; another one than the cluster's if that is 0.
+    """
+
+    def __init__(self, cluster: ClusterHost, slots: int, environ: Mapping[str, str]) -> None:
+        self._cluster = cluster
+        self._own = Host(os.uname().nodename, slots)
+        self._changed = threading.Condition()
+        #: By the number of its host; a host that is lost stays until another one has its number.
+        self._hosts: dict[int, Host] = {}
+        self._agents: dict[str, Channel] = {}
+        self._shells: dict[int, tuple[str, Channel]] = {}
+        self._commands = 0
+        key = job_key(environ, [f"{self._own.name}:{cluster.port or 1}"])
+        try:
+            listening = socket.create_server(("", cluster.port))
+        except OSError as error:
+            raise LaunchError(
+                f"chorosrun cannot listen at port {cluster.port}, where the other hosts of {cluster.name} look for it "
+                f"({error}): another job may run here. MASTER_PORT, on all hosts, names another one."
+            ) from error
+        self.port = int(listening.getsockname()[1])
+        self._directory = Path(tempfile.mkdtemp(prefix="choros-hub-"))
+        self._listener = Listener(listening, key, HUB, self._serve)
+        self._script = self._directory / "hosts.sh"
+        self._write()
+        self._script.write_text(f"#!/bin/sh\nexec cat {shlex.quote(str(self._listed))}\n")
+        self._script.chmod(stat.S_IRWXU)
+        python = (sys.executable, "-P", "-m", "choros.launch.agents.shell")
+        self._shell = shlex.join([*python, str(self.port)])  # mpirun takes what follows a colon for another one
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """The hosts that have come, in the order of their numbers."""
+        return (self._own, *(self._hosts[index] for index in sorted(self._hosts)))
+
+    def named(self, arguments: Arguments) -> Arguments:
+        """Returns ``arguments`` of a job on the hosts that are there, and in an elastic job on those that come."""
+        elastic = (arguments.min_num_proc, arguments.max_num_proc) != (None, None)
+        if elastic:
+            return replace(arguments, ssh_command=self._shell, host_discovery_script=str(self._script))
+        return replace(arguments, ssh_command=self._shell, hosts=",".join(map(str, self.hosts)))
+
+    def wait(self, slots: int | None, least: int | None, seconds: float, show: Callable[[str], None]) -> None:
+        """Waits until the cluster's hosts are there, or have ``slots``; after ``seconds``, ``least`` slots suffice.
+        ``HostUnreachable``: they do not.
+        """
+        if slots is None and self._cluster.size is None:
+            raise ConfigError(f"{self._cluster.name} does not say how many hosts there are: give -np, or -H.")
+        deadline, shown = time.monotonic() + seconds, time.monotonic() + durations.SLOW_CHECK
+        with self._changed:
+            while lacking := self._lacking(slots):
+                now = time.monotonic()
+                if now >= deadline:
+                    break
+                if now >= shown:
+                    show(
+                        f"chorosrun: waiting for {lacking} of {self._cluster.name}, for up to {deadline - now:.0f} s …"
+                    )
+                    shown = now + durations.AGENTS_SHOWN
+                self._changed.wait(min(deadline, shown) - now)
+            found = sum(host.slots for host in self.hosts)
+        if lacking and (least is None or found < least):
+            there = ", ".join(map(str, self.hosts))
+            refused = (
+                f" The last connection that was refused: {self._listener.refusal}" if self._listener.refusal else ""
+            )
+            raise HostUnreachable(
+                f"{lacking} of {self._cluster.name} did not come within {seconds:.0f} s; there are {there}. Each host "
+                f"must run this command, and reach port {self.port} of {self._own.name}.{refused}"
+            )
+
+    def _lacking(self, slots: int | None) -> str:
+        if self._cluster.size is not None:
+            count = self._cluster.size - len(self.hosts)
+            return f"{count} of {self._cluster.size} hosts" if count > 0 else ""
+        found = sum(host.slots for host in self.hosts)
+        return "" if slots is None or found >= slots else f"hosts for {slots - found} of {slots} ranks"
+
+    def close(self, code: int) -> None:
+        """Ends the agents with the exit code of the job."""
+        self._listener.close()
+        with self._changed:
+            agents, self._agents = self._agents, {}
+        for agent in agents.values():
+            with suppress(ChannelClosed):
+                agent.send(JobOver(code))
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def _listed(self) -> Path:
+        return self._directory / "hosts"
+
+    def _write(self) -> None:
+        with unfinished(self._listed) as path:
+            path.write_text("".join(f"{host}\n" for host in self.hosts))
+
+    def _serve(self, channel: Channel, first: Any) -> None:
+        if isinstance(first, AgentReady):
+            self._serve_agent(channel, first)
+        elif isinstance(first, ShellCommand):
+            self._serve_shell(channel, first)
+
+    def _serve_agent(self, channel: Channel, ready: AgentReady) -> None:
+        host = Host(channel.peer_address, ready.slots)
+        with self._changed:
+            self._hosts[ready.index] = host
+            self._agents[host.name] = channel
+            self._write()
+            self._changed.notify_all()
+        with suppress(EngineError):
+            while True:
+                message = channel.receive()
+                if isinstance(message, CommandOutput | CommandExit):
+                    self._answer(message)
+                elif isinstance(message, HostLeaves):
+                    self._forget(ready.index, host)
+        with self._changed:
+            if self._agents.get(host.name) is channel:
+                del self._agents[host.name]
+            lost = [number for number, (name, _) in self._shells.items() if name == host.name]
+        for number in lost:
+            self._answer(CommandExit(number, LOST))
+
+    def _forget(self, index: int, host: Host) -> None:
+        with self._changed:
+            if self._hosts.get(index) == host:
+                del self._hosts[index]
+                self._write()
+
+    def _answer(self, message: CommandOutput | CommandExit) -> None:
+        with self._changed:
+            _, shell = self._shells.get(message.number, ("", None))
+        if shell is not None:
+            with suppress(ChannelClosed):
+                shell.send(message)
+
+    def _serve_shell(self, channel: Channel, command: ShellCommand) -> None:
+        with self._changed:
+            agent = self._agents.get(command.host)
+            self._commands += 1
+            number = self._commands
+            self._shells[number] = command.host, channel
+        try:
+            if agent is None:
+                text = f"no agent of {command.host} is connected to chorosrun\n"
+                channel.send(CommandOutput(number, 2, text.encode()))
+                channel.send(CommandExit(number, LOST))
+                return
+            agent.send(RunCommand(number, command.text))
+            channel.receive()  # it sends nothing: it has gone
+        except ChannelClosed:
+            if agent is not None:
+                with suppress(ChannelClosed):
+                    agent.send(StopCommand(number))
+        finally:
+            with self._changed:
+                del self._shells[number]

@@ -1,0 +1,68 @@
+"""What hub, agents and shells send one another."""
+
+from dataclasses import dataclass
+
+#: The name with which the hub proves that it has the key.
+HUB = "chorosrun"
+#: The exit code of a command whose host is lost, as ssh's.
+LOST = 255
+
+
+@dataclass(frozen=True)
+class AgentReady:
+    """An agent's first message: host number ``index``, with ``slots``, is there."""
+
+    index: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class HostLeaves:
+    """From an agent: its host is about to go."""
+
+
+@dataclass(frozen=True)
+class ShellCommand:
+    """A shell's first message: what is to be run on ``host``."""
+
+    host: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """To an agent: run a command, whose output and end have this number."""
+
+    number: int
+    text: str
+
+
+@dataclass(frozen=True)
+class StopCommand:
+    """To an agent: whoever wanted command ``number`` has gone."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class CommandOutput:
+    """What a command has written to ``descriptor`` 1 or 2; sent on to its shell."""
+
+    number: int
+    descriptor: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class CommandExit:
+    """A command has ended; sent on to its shell."""
+
+    number: int
+    code: int
+
+
+@dataclass(frozen=True)
+class JobOver:
+    """To an agent: the job has ended with this code."""
+
+    code: int
