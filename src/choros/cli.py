@@ -27,6 +27,7 @@ Examples:
   choros top                          the running job: progress, rates, what each rank's time goes to
   choros timeline run.json --summary  where the time of a recorded job went, and who waited for whom
   choros forecast run.json --np 64 …  what this job would take on ranks that are not rented yet
+  choros deploy kubernetes --np 8 …   what a job needs on Kubernetes, to be applied by kubectl
   choros memory train.py --fit 24GB   what each rank needs in memory, and on how many ranks it fits
 """
 
@@ -34,6 +35,7 @@ Examples:
 #: The module of each subcommand, which is loaded when it runs or is listed.
 _MODULES = {
     "bench": "choros.bench.cli",
+    "deploy": "choros.deploy.cli",
     "doctor": "choros.doctor.cli",
     "forecast": "choros.forecast.cli",
     "memory": "choros.memory.cli",

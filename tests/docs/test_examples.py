@@ -37,6 +37,10 @@ NOT_PARSED = {
     "for": "a loop around a command that is on the page, too",
     "python": "what starts ranks without chorosrun: tests/topology",
     "ssh": "needs another host",
+    "cp ": "needs the repository",
+    "kubectl": "needs a cluster of Kubernetes: tests/deploy",
+    "podman": "needs a registry of images",
+    "sky": "needs an account with a cloud",
     "nvidia-smi": "needs a GPU",
 }
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.launched import CHOROSRUN, run
+from launch.launched import CHOROSRUN, rank_script, run
 from launch.namespaces import several_hosts
 from launch.real_hosts import SSH_PORTS, real_hosts, start_slurm
+from launch.test_agents import TRAINS
 
 pytestmark = pytest.mark.slow
 
@@ -90,11 +91,11 @@ def traceback_of(script):
 
 
 class Batch:
-    """A batch job: ``deploy/slurm.sh`` with a command."""
+    """A batch job: ``deploy/slurm.sh``, or another script, with a command."""
 
-    def __init__(self, hosts, directory, *arguments):
+    def __init__(self, hosts, directory, *arguments, script="slurm.sh"):
         self.hosts, self.directory = hosts, directory
-        submitted = self._run("sbatch", "--parsable", ROOT / "deploy" / "slurm.sh", *arguments)
+        submitted = self._run("sbatch", "--parsable", ROOT / "deploy" / script, *arguments)
         assert submitted.returncode == 0, submitted
         self.number = submitted.stdout.strip()
 
@@ -112,6 +113,10 @@ class Batch:
     def terminate(self):
         """What SLURM does before the job's time is up."""
         assert self._run("scancel", "--batch", "--signal", "TERM", self.number).returncode == 0
+
+    def requeue(self):
+        """What SLURM does when another job preempts this one."""
+        assert self._run("scontrol", "requeue", self.number).returncode == 0
 
     def end(self, seconds=120):
         """Waits for its end; returns its state and its exit code."""
@@ -182,6 +187,18 @@ def test_sbatch_before_the_time_is_up(slurm, tmp_path):
     batch.terminate()
     batch.wait_for(4, "saved")
     assert batch.end()[1] == 143, batch.output
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("how", ["requeue", "terminate"])
+def test_a_job_that_is_queued_again_goes_on_from_its_last_commit(slurm, tmp_path, how):
+    batch = Batch(slurm, tmp_path, "python", rank_script(tmp_path / "s.py", TRAINS), script="slurm-requeue.sh")
+    batch.wait_for(4, "step 10 of 4")
+    getattr(batch, how)()
+    batch.wait_for(4, "weight")
+    assert batch.end() == ("COMPLETED", 0), batch.output
+    assert re.findall(r"weight (\S+) (\d)", batch.output) == [("40.0", "4")] * 4
+    assert batch.output.count("step 5 of 4") == 4
 
 
 @pytest.mark.program

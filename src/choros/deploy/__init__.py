@@ -1,0 +1,1 @@
+"""Descriptions of jobs for the schedulers of clusters, filled in: ``choros deploy``."""
