@@ -12,7 +12,8 @@ from typing import Final, final
 
 _LAUNCHER, _WRAPPER, _RANKS = "chorosrun", "The wrapper beside each rank", "Ranks"
 _HOSTS, _SERVERS, _BENCH = "Connections between processes and hosts", "Parameter servers", "choros bench"
-_DOCTOR, _VIEW, _MEMORY = "choros doctor", "choros top", "choros memory"
+_DOCTOR, _VIEW, _MEMORY, _SPARK = "choros doctor", "choros top", "choros memory", "choros.spark"
+_RAY = "choros.ray"
 
 #: Only tests set this variable, for the processes that they start.
 TEST_SCALE: Final = "CHOROS_TEST_TIME_SCALE"
@@ -167,6 +168,10 @@ ANSWER: Final = Duration(1.0, _RANKS, "without chorosrun, for rank 0's answer", 
 WAITS_WRITTEN: Final = Duration(
     1.5, _RANKS, "without chorosrun, for others to write that they wait", "a report may call them missing"
 )
+SPOT_LOOK: Final = Duration(
+    5.0, _RANKS, "between two questions whether the cloud takes the machine away", "they ask again", tests_shorten=True
+)
+SPOT_ANSWER: Final = Duration(5.0, _RANKS, "for its answer", "they ask no more, with a warning")
 STRAGGLERS: Final = Duration(60.0, _RANKS, "without chorosrun, between two comparisons of speed", "they compare again")
 STRAGGLERS_END: Final = Duration(0.8, _RANKS, "for the others' last steps, at the end", "they compare those that came")
 ADMISSION_LOOK: Final = Duration(0.05, _RANKS, "for new ranks, and new ranks for them", "they look again")
@@ -230,6 +235,24 @@ DOCTOR_LOGIN: Final = Duration(10.0, _DOCTOR, "for the hosts' logins", "those wi
 DOCTOR_HOST: Final = Duration(150.0, _DOCTOR, "for the facts of hosts", "choros cannot be run on those without")
 DOCTOR_REACH: Final = Duration(10.0, _DOCTOR, "for a host to connect to all others", "those left are not reached")
 DOCTOR_JOB: Final = Duration(60.0, _DOCTOR, "for its job of two ranks", "the job has failed")
+
+# choros.ray -------------------------------------------------------------------------------------
+
+RAY_CONNECT: Final = Duration(30.0, _RAY, "in a rank, for the executor", "the rank fails")
+RAY_CONNECT_ACTOR: Final = Duration(1.0, _RAY, "in a rank, for its actor", "it asks for another one")
+RAY_MORE: Final = Duration(2.0, _RAY, "for more actors than an elastic job needs to start", "it starts without them")
+RAY_LOOK: Final = Duration(1.0, _RAY, "between two looks at actors and nodes", "it looks again")
+RAY_END: Final = Duration(20.0, _RAY, "for the ranks to end", "they are killed")
+
+# choros.spark -----------------------------------------------------------------------------------
+
+SPARK_EXECUTORS: Final = Duration(
+    30.0,
+    _SPARK,
+    "in an elastic job that has lost an executor, for another one in its place",
+    "the stage is tried again with fewer tasks",
+    tests_shorten=True,
+)
 
 # choros memory ----------------------------------------------------------------------------------
 

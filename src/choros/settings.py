@@ -258,6 +258,10 @@ class Config:
     chaos: str = _text("CHOROS_CHAOS",
         "the faults that are injected into the ranks, to see what the job does: kill:rank=1@step=17,"
         "stop:rank=2@step=30+5s,random-kills=3@step=1-50,seed=7.", page="elastic.md")
+    spot_notices: str = _word("CHOROS_SPOT_NOTICES", "none", ("none", "aws", "azure", "gcp"),
+        "the cloud that ranks of an elastic job ask, every five seconds, whether it takes their machine away: then "
+        "they leave after their step.",
+        page="elastic.md", flag="--spot-notices", group="Elastic", metavar="CLOUD")
     secret: str = _text("CHOROS_SECRET",
         "the key, in hex, with which processes that MPI did not start authenticate each other. chorosrun generates "
         "one.", page="security.md")

@@ -52,6 +52,10 @@ def watch_signals(commits: Callable[[], bool] | None = None) -> Callable[[], Non
     unwatch = handle([number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL], _on_signal)
     if signal.getsignal(MOVE) is signal.SIG_DFL:
         signal.signal(MOVE, _on_move)
+    if (cloud := current().spot_notices) != "none":
+        from choros.elastic.spot import watch_spot  # takes 30 ms; jobs elsewhere do not need it
+
+        watch_spot(cloud)
 
     def stop() -> None:
         global _commits

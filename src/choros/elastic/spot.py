@@ -1,0 +1,78 @@
+"""Notices that a cloud takes a spot machine away, from 30 seconds to two minutes before: this rank then gets SIGTERM,
+and leaves after its step.
+
+A machine's cloud answers at an address that it alone has. Each rank asks it; where none answers, not again. Sources:
+the clouds' documents on spot instance interruptions (AWS, IMDSv2), preemptible instances (Google) and scheduled events
+(Azure).
+"""
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from urllib.error import HTTPError
+
+from choros import durations
+
+_log = logging.getLogger("choros")
+_LINK_LOCAL = "http://169.254.169.254"
+#: By cloud, where it answers.
+ADDRESSES = {"aws": _LINK_LOCAL, "azure": _LINK_LOCAL, "gcp": "http://metadata.google.internal"}
+
+_watches = threading.Lock()
+
+
+def watch_spot(cloud: str) -> None:
+    """Asks ``cloud`` from now on, in a thread, and only once in a process."""
+    if _watches.acquire(blocking=False):
+        threading.Thread(target=_watch, args=(cloud,), name="choros: spot", daemon=True).start()
+
+
+def _watch(cloud: str) -> None:
+    taken, address = _TAKEN[cloud], ADDRESSES[cloud]
+    while True:
+        try:
+            if taken(address):
+                break
+        except OSError as error:
+            _log.warning("CHOROS_SPOT_NOTICES=%s: no notices: %s does not answer: %s.", cloud, address, error)
+            return
+        time.sleep(durations.SPOT_LOOK)
+    _log.warning("the cloud takes this machine away: SIGTERM.")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _of_aws(address: str) -> bool:
+    token = _ask(f"{address}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, method="PUT")
+    try:
+        _ask(f"{address}/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
+    except HTTPError as error:
+        if error.code == 404:  # there is none
+            return False
+        raise
+    return True
+
+
+def _of_azure(address: str) -> bool:
+    answer = _ask(f"{address}/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
+    return any(event.get("EventType") == "Preempt" for event in json.loads(answer).get("Events", []))
+
+
+def _of_google(address: str) -> bool:
+    return _ask(f"{address}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}) == "TRUE"
+
+
+def _ask(url: str, headers: Mapping[str, str], method: str = "GET") -> str:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy has this address
+    request = urllib.request.Request(url, headers=dict(headers), method=method)  # noqa: S310  (one of ADDRESSES)
+    with opener.open(request, timeout=durations.SPOT_ANSWER) as answer:
+        text: str = answer.read().decode()
+    return text.strip()
+
+
+#: By cloud, whether it takes this machine away.
+_TAKEN: Mapping[str, Callable[[str], bool]] = {"aws": _of_aws, "azure": _of_azure, "gcp": _of_google}
