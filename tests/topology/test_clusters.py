@@ -62,6 +62,7 @@ def kubeflow(**more):
         ({"SKYPILOT_NODE_IPS": "a", "SKYPILOT_NODE_RANK": "0"}, None),
         ({"JOB_COMPLETION_INDEX": "3"}, None),  # a sweep
         ({"RANK": "1", "WORLD_SIZE": "2"}, None),
+        ({"CLUSTER_SPEC": '{"worker": ["a:1", "b:1"]}'}, None),
     ],
 )
 def test_which_host_this_is(environ, expected):
@@ -76,8 +77,8 @@ def test_which_host_this_is(environ, expected):
         ({"SKYPILOT_NODE_IPS": "a\nb"}, "SKYPILOT_….*SKYPILOT_NODE_RANK"),
         ({"SKYPILOT_NODE_IPS": "a\nb", "SKYPILOT_NODE_RANK": "2"}, "number 2 of 2"),
         ({**SAGEMAKER, "SM_CURRENT_HOST": "algo-3"}, "SM_….*algo-3"),
-        ({"CLUSTER_SPEC": "[]"}, "CLUSTER_SPEC"),
-        ({"CLUSTER_SPEC": "{"}, "CLUSTER_SPEC"),
+        ({"CLUSTER_SPEC": '{"workerpool0"'}, "CLUSTER_SPEC"),
+        (vertex("workerpool2", 0), "CLUSTER_SPEC"),
         (kubeflow(PET_MASTER_ADDR=""), "does not say where the first host is"),
         (kubeflow(PET_MASTER_PORT="0"), "'0'.*not a port"),
         ({"JOB_COMPLETION_INDEX": "1", **SECRET}, "headless service"),

@@ -28,6 +28,7 @@ from choros.launch.plan.horovod_flags import check, read_config_file, unused, va
 from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
 from choros.launch.processes.control import STACKS_OF, answer_of
+from choros.launch.protocol.wrapper_options import JOB
 from choros.settings import VARIABLES
 from choros.topology.clusters import ClusterHost, find_cluster
 
@@ -64,7 +65,7 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
         job = arguments.job(command, os.environ, own_names, count_accelerators, discover=run_script)
         click.echo(dry_run_text(job, dry_run_command(job, mpirun, os.environ), os.environ))
         return 0
-    if arguments.names_hosts or in_slurm(os.environ):
+    if arguments.names_hosts or in_slurm(os.environ) or JOB in os.environ:  # a rank may start a job of its own
         return _launch(command, arguments)
     cluster = find_cluster(os.environ, full_name)
     return _launch(command, arguments) if cluster is None else _launch_in(cluster, command, arguments)

@@ -113,8 +113,8 @@ def _sagemaker(environ: Environ) -> ClusterHost | None:
 
 
 def _vertex(environ: Environ) -> ClusterHost | None:
-    """CLUSTER_SPEC: that of Vertex AI, whose worker pools are taken in the order of their names."""
-    if "CLUSTER_SPEC" not in environ:
+    """CLUSTER_SPEC: that of Vertex AI, whose worker pools are taken in the order of their names; others set it, too."""
+    if '"workerpool0"' not in environ.get("CLUSTER_SPEC", ""):
         return None
     given = json.loads(environ["CLUSTER_SPEC"])
     pools = sorted(name for name in given["cluster"] if name.startswith("workerpool"))
