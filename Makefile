@@ -17,7 +17,7 @@ endif
 # KerasHub, for its tests; with the rest of what it needs, tensorflow-text, another version of TensorFlow would come.
 KERAS_HUB ?= keras-hub kagglehub 'kagglesdk==0.1.28' regex sentencepiece tokenizers tqdm
 
-.PHONY: help train test test-all test-quick test-gpu test-versions matrix coverage install check docs clean
+.PHONY: help train test test-all test-quick test-clusters test-gpu test-versions matrix coverage install check docs clean
 
 help:  ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 14
@@ -40,6 +40,9 @@ test-quick: install  ## Run the tests of one framework on two ranks, and those t
 
 test-gpu:  ## Train on this machine's GPUs, with the frameworks of this Python that support them: make test-gpu BIN=/usr/bin
 	$(BIN)/python -m pytest tests/gpu
+
+test-clusters: $(VENV)/clusters  ## Run the tests that need Ray, or Spark and Java
+	$(BIN)/python -m pytest -m "ray or spark" tests/ray_face tests/spark_face
 
 test-versions: install  ## Try a wheel with each Python found, and each framework's oldest and newest release: make test-versions ONLY="3.13 jax"
 	cd tests && ../$(BIN)/python -m versions.run --tensorflow $(TENSORFLOW) $(ONLY)
@@ -87,6 +90,10 @@ $(VENV)/tests: $(VENV)/made pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[$(TENSORFLOW),torch,jax,dev]'
 	@$(BIN)/python -m pip install --quiet --no-deps $(KERAS_HUB) || echo "Without KerasHub, whose tests are skipped."
 	@touch $@ $(VENV)/trains
+
+$(VENV)/clusters: $(VENV)/tests
+	$(BIN)/python -m pip install --quiet --editable '.[ray,spark]'
+	@touch $@
 
 $(VENV)/documents: $(VENV)/made pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

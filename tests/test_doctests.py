@@ -45,8 +45,8 @@ def _leave() -> Iterator[None]:
 
 @pytest.mark.parametrize("module", with_examples())
 def test_examples(module: str) -> None:
-    for needed in {module.split(".")[1], NEEDED.get(module)} & {"torch", "jax", "optax"}:
-        pytest.importorskip(needed)
+    for needed in {module.split(".")[1], NEEDED.get(module)} & {"torch", "jax", "optax", "ray", "spark"}:
+        pytest.importorskip({"spark": "pyspark"}.get(needed, needed))
     failed, attempted = doctest.testmod(import_module(module))
     assert not failed
     assert attempted

@@ -25,7 +25,8 @@ Each class has the ``exit_code`` with which ``chorosrun`` exits after the error.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 #: The exit code of ranks, and of chorosrun, when a job that was asked to end has committed: EX_TEMPFAIL, on which
 #: schedulers requeue.
@@ -133,6 +134,10 @@ class WorkerFailed(LaunchError):
         self.host = host
         self.exit_code = exit_code
         self.traceback = traceback
+
+    def __reduce__(self) -> tuple[Any, ...]:  # by default, without the keywords
+        given = {name: getattr(self, name) for name in ("rank", "host", "exit_code", "traceback")}
+        return partial(type(self), **given), self.args
 
 
 class EngineError(ChorosError, RuntimeError):

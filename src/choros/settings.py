@@ -293,7 +293,7 @@ def keep(config: Config | None) -> None:
 _ALGORITHM = "choros selects the algorithm of each collective by the size of the message and the hosts of the ranks."
 _SAMPLES = "CHOROS_AUTOTUNE measures once, when ranks start, and takes no samples during training."
 _RENDEZVOUS = "ranks find each other through MPI, or at MASTER_ADDR."
-_SPARK = "choros has no launcher for Spark."
+_SPARK = "Spark places the ranks of choros.spark without it."
 
 #: Horovod's variables that users set and that change nothing here, each with the reason.
 HOROVOD_UNUSED: Mapping[str, str] = {
@@ -324,7 +324,7 @@ HOROVOD_UNUSED: Mapping[str, str] = {
     "HOROVOD_ENABLE_XLA_OPS": "on JAX, CHOROS_ENGINE=xla compiles collectives; on TensorFlow they run outside of XLA.",
     "HOROVOD_CCL_CACHE": "oneCCL is not used.",
     "HOROVOD_SPARK_PYTHONPATH": _SPARK,
-    "HOROVOD_SPARK_START_TIMEOUT": _SPARK,
+    "HOROVOD_SPARK_START_TIMEOUT": "choros.spark.run alone reads it.",
     "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": _SPARK,
     "HOROVOD_SPARK_WORK_DIR": _SPARK,
 }

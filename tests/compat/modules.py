@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 #: Whose import is an error that says what to use instead.
 ABSENT = {
-    "torch": ["data", "mxnet", "ray", "ray.elastic", "spark", "spark.keras", "spark.torch"],
+    "torch": ["data", "mxnet"],
     "tensorflow": ["tensorflow.data", "tensorflow.data.compute_service"],
 }
 HAVE_FACE = {"torch": ["torch"], "tensorflow": ["tensorflow", "keras"]}

@@ -148,6 +148,8 @@ NOT_RUN = {
     "chorosrun.md": "starts a job of its own: test_functions_in_a_job",
     "notebooks.md": "functions of cells; tests/notebooks runs such cells in a kernel",
     "jax.md": "tests/jax_face runs its programs and fragments",
+    "ray.md": "needs Ray; tests/ray_face trains as it does",
+    "spark.md": "needs Java; tests/spark_face runs its programs",
 }
 
 

@@ -30,10 +30,12 @@ UNPICKLABLE = (pickle.PicklingError, TypeError, ValueError, AttributeError, NotI
 ADVICE = "Objects that hold threads, locks, files or compiled functions are created where they are used."
 
 
-def unpack(body: bytes) -> Callable[[], Any]:
-    """Returns the call in ``body``, with the module path and the sources of cells of the process that packed it."""
+def unpack(body: bytes, before: Sequence[str] = ()) -> Callable[[], Any]:
+    """Returns the call in ``body``, with the module path and the sources of cells of the process that packed it;
+    modules are first looked for in ``before``.
+    """
     path, cells, call = pickle.loads(body)  # noqa: S301  (from the process that started this one)
-    sys.path[:] = path
+    sys.path[:] = [*before, *(each for each in path if each not in before)]
     linecache.cache.update(cells)
     unpacked: Callable[[], Any] = pickle.loads(call)  # noqa: S301
     return unpacked
@@ -89,7 +91,7 @@ def _send(result: Any) -> None:
 
 def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
     """Returns the part of a traceback that begins in the user's function."""
-    here = os.path.dirname(__file__)
+    here = os.path.dirname(os.path.dirname(__file__))
     part = trace
     while part is not None and part.tb_frame.f_code.co_filename.startswith(here + os.sep):
         part = part.tb_next

@@ -137,8 +137,11 @@ def run_call(
     if arguments.report is not None:
         record.write(Path(arguments.report), output.show)
     _raise_failure(job_end, limits)
+    if job.elastic is None:
+        return [_result(job_end, rank) for rank in range(job.size)]
     finished = [rank for rank, end in sorted(job_end.exits.items()) if end.code == 0]
-    return [_result(job_end, rank) for rank in (range(job.size) if job.elastic is None else finished)]
+    # New ranks that were not needed any more have not called the function.
+    return [_result(job_end, rank) for rank in [each for each in finished if job_end.results.get(each)] or finished]
 
 
 #: The arguments that have a new name.

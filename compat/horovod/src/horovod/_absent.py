@@ -2,15 +2,9 @@
 
 __all__ = ["not_here"]
 
-_START = (
-    "start the ranks on the cluster's hosts with `horovodrun -H host1:4,host2:4 python train.py`, or call "
-    "horovod.run(function, num_proc=8, hosts='host1:4,host2:4')."
-)
 _INSTEAD = {
     "horovod.data": "load batches in background threads with torch.utils.data.DataLoader or tf.data.",
     "horovod.mxnet": "MXNet has ended; use horovod.torch, horovod.tensorflow or horovod.keras.",
-    "horovod.ray": f"choros does not start ranks through Ray; {_START}",
-    "horovod.spark": f"choros does not start ranks through Spark; {_START}",
     "horovod.tensorflow.data": "choros does not start tf.data's service; shard the data set on each rank, with "
     "dataset.shard(hvd.size(), hvd.rank()) or choros.keras.shard.",
 }

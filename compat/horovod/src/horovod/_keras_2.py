@@ -26,6 +26,7 @@ def _compile_as_in_keras_2(self: Any, *args: Any, experimental_run_tf_function: 
 
 
 Optimizer.variables = property(lambda self: CallableList(_variables.fget(self)), doc=_variables.__doc__)
-keras.Model.compile = _compile_as_in_keras_2
+# Where Keras has it: it warns of a model whose ``compile`` is not this one.
+next(each for each in keras.Model.__mro__ if "compile" in vars(each)).compile = _compile_as_in_keras_2
 #: A key for dictionaries, as of TensorFlow's own variables.
 keras.Variable.ref = lambda self: self.value.ref()

@@ -14,6 +14,7 @@ what follows the last. A lost one is replaced, a few times; if rank 0 is lost, i
 
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -39,6 +40,12 @@ _TRIES = 3
 _HELLO, _AT, _ANSWER, _JOIN, _GREETING = range(5)
 #: Open MPI's variable of the ways in which ranks reach each other.
 _TRANSPORTS = "OMPI_MCA_btl"
+
+
+def room(host: str) -> float:
+    """How many new ranks of ``host`` may be on their way, if it has free slots; ``choros.ray`` sets it."""
+    del host
+    return math.inf
 
 
 def meet_in_memory(environ: Mapping[str, str]) -> bool:
@@ -258,12 +265,17 @@ class Admissions:
         if may_start and self.admitted + len(self._new) < self._limit:
             taken = {*launched, *self.gone, *(new.invitation.number for new in self._new)}
             number = self._slots.free(taken, launched, far=not self._has_far)
-            if number is not None and self._has_room():
+            if number is not None and self._may_come(number) and self._has_room():
                 leaders = self._slots.leaders
                 self._has_far = self._has_far or leaders[number] != leaders[launched[0]]
                 invitation = Invitation(number, self._slots, list(self._facts))
                 self._new.append(_NewRank(invitation, lambda number: number < self.number, self._gate))
         return any(new.at == self.number for new in self._new)
+
+    def _may_come(self, number: int) -> bool:
+        hosts = self._slots.hosts
+        coming = sum(new.at is None and hosts[new.invitation.number] == hosts[number] for new in self._new)
+        return coming < room(hosts[number])
 
     def _has_room(self) -> bool:
         """Whether mpirun can write what it keeps of a new rank: else SIGBUS would end it, and all ranks with it."""

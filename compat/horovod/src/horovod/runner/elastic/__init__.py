@@ -1,0 +1,1 @@
+"""What says where an elastic job may run."""

@@ -1,0 +1,5 @@
+"""Horovod's estimator of Keras models is choros'."""
+
+from choros.spark.keras import KerasEstimator, KerasModel
+
+__all__ = ["KerasEstimator", "KerasModel"]

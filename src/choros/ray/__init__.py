@@ -1,0 +1,50 @@
+"""Data-parallel training on a Ray cluster: ``RayExecutor``, with Horovod's names (extra ``ray``).
+
+::
+
+    driver                        a node of Ray's
+    RayExecutor ── places ──────► RayWorker, an actor: holds the CPUs and GPUs of one rank
+        │  ▲                         ▲ │ calls
+        │  └─ Take ──── Seat ─────┐  │ ▼
+        │                         └─ rank ◄── wrapper ◄── mpirun ◄─┐
+        └─ launches ──────────────────────────────────── JobLauncher, an actor without CPUs: chorosrun's part
+
+Ray places, chorosrun's engine trains. A rank is tied to one actor: it asks the executor for it, connects to it, and
+ends at once when that actor ends, by whatever: so an actor that dies is a rank that is lost. Modules of ranks do not
+import Ray, nor does ``import choros``.
+"""
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the import of typing
+if TYPE_CHECKING:
+    from choros.ray.discovery import RayHostDiscovery
+    from choros.ray.elastic_executor import ElasticRayExecutor
+    from choros.ray.executor import RayExecutor
+    from choros.ray.messages import RaySettings
+    from choros.ray.ray_logger import log
+    from choros.ray.worker import RayWorker
+
+__all__ = ["ElasticRayExecutor", "RayExecutor", "RayHostDiscovery", "RaySettings", "RayWorker", "log"]
+
+_HOMES = {
+    "ElasticRayExecutor": "elastic_executor",
+    "RayExecutor": "executor",
+    "RayHostDiscovery": "discovery",
+    "RaySettings": "messages",
+    "RayWorker": "worker",
+    "log": "ray_logger",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'choros.ray' has no attribute {name!r}")
+    from importlib import import_module
+
+    try:
+        value: object = getattr(import_module(f"choros.ray.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ModuleNotFoundError('choros.ray needs Ray: pip install "choros[ray]"', name="ray") from error
+    globals()[name] = value
+    return value

@@ -1,0 +1,122 @@
+"""Elastic jobs: each ``run`` is one, on the actors that there are; lost ranks are replaced when Ray has new actors."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn, final
+
+import ray
+
+from choros.errors import UnsupportedError
+from choros.launch.run import pack
+from choros.ray.job import RayJob, in_order, new_secret, number, own_machine
+from choros.ray.messages import RaySettings
+from choros.ray.pool import ActorPool
+from choros.ray.rank import run_tied
+from choros.ray.registry import ActorRegistry, ReadyActor
+
+
+@final
+class ElasticAdapter:
+    """What ``RayExecutor(min_workers=…)`` does, in its process or, for Ray's client, in an actor."""
+
+    def __init__(
+        self,
+        settings: RaySettings,
+        worker: Mapping[str, float],
+        env: Mapping[str, str],
+        *,
+        min_workers: int,
+        max_workers: int | None,
+        reset_limit: int | None,
+        cooldown_range: Sequence[int] | None,
+        elastic_timeout: float,
+        override_discovery: bool,
+    ) -> None:
+        self._settings, self._worker, self._env = settings, worker, env
+        self._least, self._most, self._timeout = min_workers, max_workers, elastic_timeout
+        self._discovery = None if override_discovery else settings.discovery
+        self._limits = {"reset_limit": reset_limit, "cooldown_range": cooldown_range}
+        self._create: Callable[[], Any] | None = None
+        self._registry: ActorRegistry | None = None
+        self._pool: ActorPool | None = None
+        self._secret = ""
+
+    def start(self, create: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
+        """Waits for the actors of ``min_workers``."""
+        self._create = create
+        self._env = {**self._env, **env}
+        self._fill()
+
+    def execute(self, function: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], None]]) -> list[Any]:
+        """Runs a job whose ranks call ``function``; returns what it returns on those that finish."""
+        registry, pool = self._fill()
+        registry.callbacks = callbacks
+        job = None
+        try:
+            machines = in_order(_of(registry), own_machine())
+            ordered = number(machines, use_gpu=self._worker["GPU"] > 0)[: self._most]
+            most = max(len(ordered), pool.most)
+            slots = [len(each) for each in machines]
+            slots[-1] += most - len(ordered)
+            packed = pack(partial(call_with_new, function, self._create))
+            given = {**self._given(len(ordered), most), "env": self._env}
+            job = RayJob(self._secret, machines, slots, partial(run_tied, registry.address, packed), given)
+            return job.result()
+        finally:
+            if job is not None:
+                job.kill()
+            self.shutdown()
+
+    def run_remote(self, function: Callable[[Any], Any]) -> NoReturn:
+        """Not in elastic jobs, as in Horovod."""
+        raise UnsupportedError(f"run_remote({function!r}): an elastic job's actors come and go: use run.")
+
+    def execute_single(self, function: Callable[[Any], Any]) -> NoReturn:
+        """Not in elastic jobs, as in Horovod."""
+        raise UnsupportedError(f"execute_single({function!r}): an elastic job's actors come and go: use execute.")
+
+    def shutdown(self) -> None:
+        """Ends the actors."""
+        pool, self._pool = self._pool, None
+        registry, self._registry = self._registry, None
+        if pool is not None:
+            pool.close()
+        if registry is not None:
+            registry.close()
+
+    def _fill(self) -> tuple[ActorRegistry, ActorPool]:
+        if self._pool is None or self._registry is None:
+            self._secret = new_secret()
+            addresses = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+            own = ray.util.get_node_ip_address()
+            self._registry = ActorRegistry(self._secret, None if addresses == {own} else own)
+            self._pool = ActorPool(self._registry, self._secret, self._worker, self._most, self._discovery)
+            self._pool.wait(self._least, self._timeout)
+        return self._registry, self._pool
+
+    def _given(self, count: int, most: int) -> dict[str, Any]:
+        limits = {name: value for name, value in self._limits.items() if value is not None}
+        return {
+            "num_proc": count,
+            "min_num_proc": self._least,
+            "max_num_proc": most,
+            "elastic_timeout": self._timeout,
+            "start_timeout": self._settings.timeout_s,
+            **limits,
+        }
+
+
+def call_with_new(function: Callable[[Any], Any], create: Callable[[], Any] | None, _subject: Any) -> Any:
+    """Calls ``function`` with a new object."""
+    return function(None if create is None else create())
+
+
+def _of(registry: ActorRegistry) -> list[ReadyActor]:
+    found: list[ReadyActor] = []
+
+    def note(actors: Sequence[ReadyActor]) -> bool:
+        found[:] = actors
+        return True
+
+    registry.wait(note, 0)
+    return found

@@ -1,0 +1,119 @@
+"""What the executor, its actors and the ranks send one another, and the settings of an executor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: The names with which the executor and an actor prove that they have the key.
+REGISTRY, ACTOR = "choros.ray's executor", "choros.ray's actor"
+
+
+@dataclass
+class RaySettings:
+    """The settings of an executor, in seconds; ``discovery`` says where elastic jobs may run, as Horovod's."""
+
+    nics: Any = None
+    verbose: int = 1
+    key: str | None = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    timeout_s: float = 30
+    placement_group_timeout_s: float = 100
+    elastic: bool = False
+    discovery: Any = None
+    min_num_proc: int = 1
+    max_num_proc: int | None = None
+    reset_limit: int | None = None
+    elastic_timeout: float = 600
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ActorPlace:
+    """Where an actor is: ``machine`` is the same for all nodes of Ray's that share a machine; ``address``: where its
+    rank connects to it.
+    """
+
+    node: str
+    machine: str
+    ip: str
+    pid: int
+    address: str
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Take:
+    """A rank's first message to the executor: it wants an actor on its ``machine``, the launcher's ``host``."""
+
+    rank: int
+    machine: str
+    host: str
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The actor of a rank: its address, and what to add to the rank's environment."""
+
+    address: str
+    environ: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Vacancies:
+    """To the ranks: how many actors have no rank, by the launcher's names of their hosts."""
+
+    actors: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Seated:
+    """A rank's first message to its actor."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Create:
+    """To a rank: make the object that calls get."""
+
+    packed: bytes
+
+
+@dataclass(frozen=True)
+class CallOnRank:
+    """To a rank: call this with its object."""
+
+    packed: bytes
+
+
+@dataclass(frozen=True)
+class CallReturned:
+    """From a rank: the pickled value."""
+
+    data: bytes
+
+
+@dataclass(frozen=True)
+class CallRaised:
+    """From a rank, which ends now: the traceback."""
+
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Leave:
+    """To a rank: its node goes away; leave in order."""
+
+
+@dataclass(frozen=True)
+class EndRank:
+    """To a rank: there are no further calls."""
+
+
+@dataclass(frozen=True)
+class Logged:
+    """To the executor: what ``log`` was given."""
+
+    info: Any

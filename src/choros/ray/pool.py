@@ -1,0 +1,178 @@
+"""The actors of an elastic job: as many as it may have and Ray has room for; a thread looks after them.
+
+::
+
+    Ray has room ──► an actor ── listens ──► the registry: a rank may be tied to it
+    it has ended ──► out of the registry; its rank has ended with it; a new one is asked for
+    its node drains, or is not wanted any more ──► its rank leaves in order ──► the actor is ended
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, final
+
+import ray
+
+from choros import durations
+from choros.ray import discovery as hosts_of_ray
+from choros.ray.discovery import HostDiscovery, rooms, wanted
+from choros.ray.job import give_devices
+from choros.ray.placement import actor_options
+from choros.ray.registry import ActorRegistry, ReadyActor
+from choros.ray.worker import RayWorker
+
+_log = logging.getLogger("choros")
+#: The host of actors that Ray places.
+ANYWHERE = ""
+
+
+@dataclass(eq=False)
+class _Hired:
+    """An actor that was asked for, on ``host``; ``ready``: once Ray has room for it, and it listens."""
+
+    handle: Any
+    host: str
+    place: Any
+    end: Any
+    ready: ReadyActor | None = None
+    leaves: bool = False
+
+
+@final
+class ActorPool:
+    """Keeps actors for ``registry``, ``most`` at a time (``None``: as many as the cluster has room for); ``discovery``:
+    where; ``None``: where Ray places them.
+    """
+
+    def __init__(
+        self,
+        registry: ActorRegistry,
+        secret: str,
+        worker: Mapping[str, float],
+        most: int | None,
+        discovery: HostDiscovery | None,
+    ) -> None:
+        self._registry, self._secret, self._worker = registry, secret, worker
+        self._most, self._discovery = most, discovery
+        self._hired: list[_Hired] = []
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._look_after, name="choros: actors", daemon=True)
+        self._thread.start()
+
+    def wait(self, least: int, seconds: float) -> None:
+        """Waits until there are ``least`` actors; a moment longer, for more. ``TimeoutError``: there are not."""
+        there = self._registry.wait(lambda actors: len(actors) >= least, seconds)
+        if not there:
+            raise TimeoutError(
+                f"Ray had no room for {least} workers with {dict(self._worker)} within {seconds:g} s; free are "
+                f"{ray.available_resources()}."
+            )
+        if self._most != least:
+            most = self._most or sum(self._room().values())
+            self._registry.wait(lambda actors: len(actors) >= most, durations.RAY_MORE)
+
+    @property
+    def most(self) -> int:
+        """How many actors there may be: never fewer than there are."""
+        there = sum(each.ready is not None for each in self._hired)
+        return max(there, self._most or sum(self._room().values()))
+
+    def close(self) -> None:
+        """Ends the actors."""
+        self._ends.set()
+        self._thread.join(durations.RAY_END)
+        for each in self._hired:
+            with suppress(Exception):  # Ray may have been shut down
+                ray.kill(each.handle)
+
+    def _room(self) -> dict[str, int]:
+        return rooms(ray.nodes(), self._worker)
+
+    def _look_after(self) -> None:
+        while not self._ends.is_set():
+            began = time.monotonic()
+            try:
+                self._look()
+            except Exception as error:  # noqa: BLE001  (whatever Ray or the user's discovery raises: look again)
+                if not ray.is_initialized():
+                    return
+                _log.warning("choros.ray: the actors of this job cannot be looked after now: %s", error)
+            self._ends.wait(max(0.0, hosts_of_ray.DISCOVER_HOSTS_FREQUENCY_SECS - (time.monotonic() - began)))
+
+    def _look(self) -> None:
+        self._note_ready()
+        self._note_ended()
+        draining = set(_draining())
+        hosts = self._hosts()
+        staying = [each for each in self._hired if not each.leaves]
+        counts = wanted(hosts, Counter(each.host for each in staying), self._most)
+        for each in staying:
+            is_wanted = counts.get(each.host, 0) > 0
+            if is_wanted and not (each.ready and each.ready.place.node in draining):
+                counts[each.host] -= 1
+            elif not (each.ready and each.ready.is_expected):
+                self._dismiss(each)
+        for host, count in counts.items():
+            for _ in range(count):
+                self._hired.append(self._hire(host))
+
+    def _hosts(self) -> dict[str, int]:
+        if self._discovery is not None:
+            return dict(self._discovery.find_available_hosts_and_slots())
+        return {ANYWHERE: self._most or sum(self._room().values())}
+
+    def _hire(self, host: str) -> _Hired:
+        options = actor_options(self._worker)
+        if host != ANYWHERE:
+            options["resources"] = {f"node:{host}": 0.01}
+        else:
+            options["scheduling_strategy"] = "DEFAULT"
+        handle = ray.remote(RayWorker).options(**options).remote()
+        return _Hired(handle, host, handle.listen.remote(self._secret), handle.stay.remote())
+
+    def _note_ready(self) -> None:
+        waiting = {each.place: each for each in self._hired if each.ready is None}
+        done = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0] if waiting else []
+        for place in done:
+            with suppress(ray.exceptions.RayError):  # it has ended
+                each = waiting[place]
+                each.ready = ReadyActor(each.handle, ray.get(place))
+                self._give_devices(each.ready.place.machine)
+                self._registry.add(each.ready)
+
+    def _give_devices(self, machine: str) -> None:
+        ready = [each.ready for each in self._hired if each.ready is not None]
+        give_devices([each for each in ready if each.place.machine == machine], use_gpu=self._worker["GPU"] > 0)
+
+    def _note_ended(self) -> None:
+        ends = {each.end: each for each in self._hired}
+        for end in ray.wait(list(ends), num_returns=len(ends), timeout=0)[0] if ends else []:
+            self._forget(ends[end])
+        for each in [each for each in self._hired if each.leaves and (each.ready is None or each.ready.rank is None)]:
+            ray.kill(each.handle)
+            self._forget(each)
+
+    def _forget(self, hired: _Hired) -> None:
+        self._hired.remove(hired)
+        if hired.ready is not None:
+            self._registry.drop(hired.ready)
+
+    def _dismiss(self, hired: _Hired) -> None:
+        hired.leaves = True
+        if hired.ready is not None:
+            self._registry.remove(hired.ready)
+            if hired.ready.rank is not None:
+                hired.handle.leave.remote()
+
+
+def _draining() -> Mapping[str, Any]:
+    """Ray's numbers of the nodes that are about to go."""
+    from ray._private.state import state  # Ray has no public name for it
+
+    get: Callable[[], Mapping[str, Any]] | None = getattr(state, "get_draining_nodes", None)
+    return {} if get is None else get()

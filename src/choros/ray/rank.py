@@ -1,0 +1,165 @@
+"""The rank's part: it is tied to an actor, whose end is its end, and runs what that one is told to."""
+
+import logging
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any, Never, final
+
+import cloudpickle
+
+from choros import durations
+from choros.errors import ConfigError, EngineError
+from choros.launch.bootstrap import ADVICE, UNPICKLABLE, unpack
+from choros.ray import ray_logger
+from choros.ray.messages import (
+    ACTOR,
+    REGISTRY,
+    CallOnRank,
+    CallRaised,
+    CallReturned,
+    Create,
+    EndRank,
+    Leave,
+    Seat,
+    Seated,
+    Take,
+    Vacancies,
+)
+from choros.settings import VARIABLES
+from choros.topology import detect
+from choros.transport.address import this_host
+from choros.transport.channel import Channel, ChannelClosed, Unreachable, connect
+from choros.transport.secret import job_key
+
+_log = logging.getLogger("choros")
+
+
+def serve_calls(address: str) -> None:
+    """Runs the calls for this rank's actor until there are no more; ``address``: the executor's."""
+    tie, subject = ActorTie(address), None
+    while not isinstance(message := tie.next(), EndRank):
+        try:
+            if isinstance(message, Create):
+                subject = _unpacked(message.packed)()
+                tie.answer(None)
+            elif isinstance(message, CallOnRank):
+                tie.answer(_unpacked(message.packed)(subject))
+        except BaseException:
+            tie.fail(traceback.format_exc())
+            raise
+    tie.release()
+
+
+def run_tied(address: str, packed: bytes) -> Any:
+    """Returns what one call returns, while this rank is tied to an actor."""
+    tie = ActorTie(address)
+    returned = _unpacked(packed)(None)
+    tie.release()
+    return returned
+
+
+def _unpacked(packed: bytes) -> Any:
+    return unpack(packed, before=tuple(sys.path))
+
+
+@final
+class ActorTie:
+    """Waits for an actor on this machine; from then on this process lives as long as that actor and the executor."""
+
+    def __init__(self, address: str) -> None:
+        self._released = threading.Event()
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._key = job_key(os.environ, [address])
+        self._rank = detect(os.environ).rank
+        self._vacancies: Mapping[str, int] = {}
+        self._executor, self._actor = self._take_actor(address)
+        ray_logger.configure(address)
+        _start_ranks_for(self._vacant)
+        for channel, what in ((self._executor, "its executor"), (self._actor, "its actor")):
+            threading.Thread(target=self._watch, args=(channel, what), name="choros: ray", daemon=True).start()
+
+    def next(self) -> Any:
+        """Returns the next message that says what to do."""
+        return self._messages.get()
+
+    def answer(self, value: Any) -> None:
+        """Sends the actor what its call returns."""
+        try:
+            data = cloudpickle.dumps(value)
+        except UNPICKLABLE as error:
+            raise ConfigError(f"what the rank returns cannot be sent back: {error}. {ADVICE}") from error
+        self._actor.send(CallReturned(data))
+
+    def fail(self, text: str) -> None:
+        """Says that the call has raised, and that this process ends."""
+        self.release()
+        self._actor.send(CallRaised(text))
+
+    def release(self) -> None:
+        """Unties this process, which ends in order."""
+        self._released.set()
+
+    def _take_actor(self, address: str) -> tuple[Channel, Channel]:
+        """Returns the connections to the executor and to the actor that it gives this rank, once there is one."""
+        slots = VARIABLES["slots"].read(os.environ).split(",")
+        take = Take(self._rank, this_host(), slots[self._rank] if self._rank < len(slots) else "")
+        while True:
+            executor = connect(address, self._key, "rank", REGISTRY, durations.RAY_CONNECT)
+            try:
+                executor.send(take)
+                seat: Seat = executor.receive()
+                actor = connect(seat.address, self._key, "rank", ACTOR, durations.RAY_CONNECT_ACTOR)
+                actor.send(Seated(self._rank, os.getpid()))
+            except (ChannelClosed, Unreachable):  # the actor has ended, and perhaps the executor does not know it yet
+                executor.close()
+                continue
+            os.environ.update(seat.environ)
+            return executor, actor
+
+    def _vacant(self, host: str) -> int:
+        return self._vacancies.get(host, 0)
+
+    def _watch(self, channel: Channel, what: str) -> None:
+        try:
+            while True:
+                message = channel.receive()
+                if isinstance(message, Vacancies):
+                    self._vacancies = message.actors
+                elif isinstance(message, Leave):
+                    threading.Thread(target=_leave, name="choros: leaves Ray's node", daemon=True).start()
+                else:
+                    self._messages.put(message)
+        except (ChannelClosed, EngineError, EOFError, pickle.UnpicklingError):
+            if not self._released.is_set():
+                self._end(what)
+
+    def _end(self, what: str) -> Never:
+        """Ends this process as if it had been killed: in an elastic job the others go on without it."""
+        sys.stderr.write(f"choros.ray: rank {self._rank} ends, as {what} has ended.\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+
+
+def _leave() -> None:
+    """Leaves in order, which a rank can once MPI has started: before that, its end would be that of the job."""
+    from choros.comm import is_initialized
+
+    while not is_initialized():
+        time.sleep(durations.RAY_LOOK)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _start_ranks_for(vacant: Any) -> None:
+    """Lets this rank, if it is rank 0, start new ranks only for actors that have none."""
+    if detect(os.environ).size > 1 or VARIABLES["elastic"].read(os.environ):
+        from choros.comm.engines import mpi_admission
+
+        mpi_admission.room = vacant

@@ -1,0 +1,123 @@
+"""Jobs that are not elastic: ``start`` starts the ranks, which run one call after the other until ``shutdown``."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NoReturn, final
+
+import ray
+
+from choros import durations
+from choros.errors import LaunchError, WorkerFailed
+from choros.launch.run import pack
+from choros.ray.job import RayJob, in_order, new_secret, number, own_machine, raise_cause, wait_for_ranks
+from choros.ray.messages import RaySettings
+from choros.ray.placement import StaticPlacement
+from choros.ray.rank import serve_calls
+from choros.ray.registry import ActorRegistry, ReadyActor
+
+
+@final
+class StaticAdapter:
+    """What ``RayExecutor(num_workers=…)`` does, in its process or, for Ray's client, in an actor."""
+
+    def __init__(
+        self, settings: RaySettings, worker: Mapping[str, float], env: Mapping[str, str], **where: Any
+    ) -> None:
+        self._settings, self._resources, self._env, self._where = settings, worker, env, where
+        self.strategy: StaticPlacement | None = None
+        self.workers: list[Any] = []
+        self._registry: ActorRegistry | None = None
+        self._job: RayJob | None = None
+
+    def start(self, create: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
+        """Starts actors and ranks; each makes an object by ``create``."""
+        self.strategy = StaticPlacement(self._settings.placement_group_timeout_s, self._resources, **self._where)
+        handles = self.strategy.create_workers()
+        secret = new_secret()
+        places = ray.get([each.listen.remote(secret) for each in handles])
+        actors = [ReadyActor(*each) for each in zip(handles, places, strict=True)]
+        machines = in_order(actors, own_machine())
+        ordered = number(machines, use_gpu=self._resources["GPU"] > 0)
+        self.workers = [each.handle for each in ordered]
+        ip = (
+            ray.util.get_node_ip_address()
+            if len(machines) > 1 or machines[0][0].place.machine != own_machine()
+            else None
+        )
+        self._registry = ActorRegistry(secret, ip)
+        self._registry.add(*ordered)
+        given = {
+            "num_proc": len(ordered),
+            "start_timeout": self._settings.timeout_s,
+            "env": {**self._env, **env},
+        }
+        slots = [len(each) for each in machines]
+        self._job = RayJob(secret, machines, slots, partial(serve_calls, self._registry.address), given)
+        wait_for_ranks(self._registry, self._job, len(ordered), self._settings.timeout_s)
+        if create is not None:
+            packed = pack(create)
+            self._get([each.create.remote(packed) for each in self.workers])
+
+    def run_remote(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Returns references to what the ranks return."""
+        packed = pack(function)  # type: ignore[arg-type]
+        return [each.execute.remote(packed) for each in self._started()]
+
+    def execute(self, function: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], None]]) -> list[Any]:
+        """Returns what the ranks return."""
+        workers = self._started()
+        if self._registry is not None:
+            self._registry.callbacks = callbacks
+        return self._get(self.run_remote(function)) if workers else []
+
+    def execute_single(self, function: Callable[[Any], Any]) -> Any:
+        """Returns what rank 0 returns."""
+        packed = pack(function)  # type: ignore[arg-type]
+        return self._get([self._started()[0].execute.remote(packed)])[0]
+
+    def shutdown(self) -> None:
+        """Ends ranks and actors."""
+        job, self._job = self._job, None
+        with suppress(Exception):  # Ray may have been shut down
+            for each in self.workers:
+                each.end.remote()
+            if job is not None:
+                ray.wait([job.ended], timeout=durations.RAY_END)
+                job.kill()
+            for each in self.workers:
+                ray.kill(each)
+        self.workers = []
+        if self._registry is not None:
+            self._registry.close()
+            self._registry = None
+        if self.strategy is not None:
+            with suppress(Exception):
+                self.strategy.shutdown()
+
+    def _started(self) -> list[Any]:
+        if self._job is None or self._job.has_ended():
+            raise LaunchError("the ranks of this executor have ended, or were not started: call start().")
+        return self.workers
+
+    def _get(self, references: list[Any]) -> list[Any]:
+        try:
+            values: list[Any] = ray.get(references)
+        except ray.exceptions.RayError as error:
+            self._raise_failure(error, references)
+        return values
+
+    def _raise_failure(self, error: "ray.exceptions.RayError", references: list[Any]) -> NoReturn:
+        """Raises the job's error, which says what happened first, or else ``error``."""
+        ray.wait(references, num_returns=len(references), timeout=durations.RAY_END)
+        for each in references:
+            with suppress(ray.exceptions.RayError):  # Ray would show those that nobody has looked at
+                ray.get(each, timeout=0)
+        lost = isinstance(error, ray.exceptions.RayActorError)
+        failed = isinstance(getattr(error, "cause", None), WorkerFailed)
+        if self._job is not None and (lost or failed):
+            with suppress(ray.exceptions.GetTimeoutError):
+                self._job.result(durations.RAY_END)
+        if isinstance(error, ray.exceptions.RayTaskError):
+            raise_cause(error)
+        raise error

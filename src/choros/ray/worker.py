@@ -1,0 +1,122 @@
+"""The actors of ranks: each holds the resources of one rank, and passes calls on to it."""
+
+import os
+import pickle
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from choros import durations
+from choros.errors import LaunchError, WorkerFailed
+from choros.ray.messages import ACTOR, ActorPlace, CallOnRank, CallRaised, Create, EndRank, Leave, Seated
+from choros.transport.address import LOOPBACK, this_host
+from choros.transport.channel import Channel, ChannelClosed
+from choros.transport.listener import Listener
+from choros.transport.secret import Key
+
+
+class RayWorker:
+    """The class of these actors; its names are those of Horovod's ``BaseHorovodWorker``."""
+
+    def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
+        self._changed = threading.Condition()
+        self._rank: tuple[Channel, Seated] | None = None
+        self._calling = threading.Lock()
+        os.environ["HOROVOD_HOSTNAME"] = self.hostname()
+        os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"] = str(world_rank), str(world_size)
+
+    def hostname(self) -> str:
+        """The name of this host."""
+        return socket.gethostname()
+
+    def node_id(self) -> str:
+        """Ray's number of this node."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def get_gpu_ids(self) -> list[Any]:
+        """The GPUs of this actor."""
+        import ray
+
+        return list(ray.get_gpu_ids())
+
+    def update_env_vars(self, env_vars: dict[str, Any]) -> None:
+        """Sets variables in this actor's environment."""
+        os.environ.update({name: str(value) for name, value in env_vars.items()})
+
+    def env_vars(self) -> dict[str, str]:
+        """This actor's environment."""
+        return dict(os.environ)
+
+    def listen(self, secret: str) -> ActorPlace:
+        """Begins to listen for a rank of this machine; returns where this actor is."""
+        import ray
+
+        listening = socket.create_server((LOOPBACK, 0))
+        address = f"{LOOPBACK}:{listening.getsockname()[1]}"
+        self._listener = Listener(listening, Key(bytes.fromhex(secret)), ACTOR, self._serve)
+        gpus = tuple(map(str, self.get_gpu_ids()))
+        return ActorPlace(self.node_id(), this_host(), ray.util.get_node_ip_address(), os.getpid(), address, gpus)
+
+    def create(self, packed: bytes) -> None:
+        """Makes the object that calls get."""
+        self._exchange(Create(packed))
+
+    def execute(self, packed: bytes) -> Any:
+        """Returns what the rank's call returns; ``WorkerFailed`` if it raises, or the rank ends."""
+        return pickle.loads(self._exchange(CallOnRank(packed)))  # noqa: S301  (from a rank of this job)
+
+    def leave(self) -> None:
+        """Asks the rank to leave in order."""
+        self._tell(Leave())
+
+    def end(self) -> None:
+        """Tells the rank that there are no further calls."""
+        self._tell(EndRank())
+
+    def stay(self) -> None:
+        """Does not return: whoever waits for it learns of the end of this actor."""
+        while True:
+            time.sleep(3600)
+
+    def _serve(self, channel: Channel, first: Any) -> None:
+        if isinstance(first, Seated):
+            with self._changed:
+                self._rank = channel, first
+                self._changed.notify_all()
+
+    def _tell(self, message: Any) -> None:
+        found = self._connected()
+        if found is not None:
+            with suppress(ChannelClosed):  # the rank has ended
+                found[0].send(message)
+
+    def _connected(self) -> tuple[Channel, Seated] | None:
+        """Returns the rank of this actor, for which it waits a while: it has been sent here."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._rank is not None, durations.RAY_CONNECT)
+            return self._rank
+
+    def _exchange(self, message: Any) -> bytes:
+        with self._calling:
+            found = self._connected()
+            if found is None:
+                raise LaunchError("no rank is connected to this actor: the executor was not started, or has ended.")
+            channel, rank = found
+            try:
+                channel.send(message)
+                answer = channel.receive()
+            except ChannelClosed as error:
+                raise _failed(rank, "has ended before its call returned", "") from error
+        if isinstance(answer, CallRaised):
+            raise _failed(rank, f"has raised an exception:\n{answer.traceback}", answer.traceback)
+        data: bytes = answer.data
+        return data
+
+
+def _failed(rank: Seated, what: str, text: str) -> WorkerFailed:
+    host = socket.gethostname()
+    return WorkerFailed(f"rank {rank.rank} on {host} {what}", rank=rank.rank, host=host, exit_code=1, traceback=text)

@@ -1,0 +1,252 @@
+"""The Spark driver's part of a job: submits the barrier stage, shows what ranks print, returns their results."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import re
+import socket
+import sys
+import threading
+import time
+import uuid
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO, final
+
+import cloudpickle
+
+from choros import durations
+from choros.errors import ConfigError, LaunchError
+from choros.spark.messages import DRIVER, Granted, Printed, Printings, Returned, Started
+from choros.spark.plan import SparkJob
+from choros.spark.task import run_task
+from choros.transport.address import LOOPBACK
+from choros.transport.channel import Channel, ChannelClosed
+from choros.transport.listener import Listener
+from choros.transport.secret import Key
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+
+#: How often Spark tries a stage, if the session does not say it.
+_ATTEMPTS = 4
+#: What Spark's messages begin with before they say what has happened.
+_REASON = re.compile(r".*(?:Most recent failure reason: |Job aborted due to stage failure: |SparkException: )")
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Where the driver shows what ranks print; ``None``: its standard output and error."""
+
+    out: TextIO | None = None
+    err: TextIO | None = None
+
+    def show(self, printed: Printed) -> None:
+        """Shows it."""
+        stream = (self.err or sys.stderr) if printed.error else (self.out or sys.stdout)
+        stream.write(printed.text)
+        stream.flush()
+
+    def say(self, line: str) -> None:
+        """Shows a line of choros' own."""
+        self.show(Printed(True, f"{line}\n"))
+
+
+def active_context() -> SparkContext:
+    """Returns the Spark context of this process; a ``ConfigError`` if there is none."""
+    try:
+        from pyspark import SparkContext
+    except ImportError as error:
+        raise ConfigError("choros.spark needs pyspark: pip install 'choros[spark]'.") from error
+    context = SparkContext._active_spark_context  # Horovod takes it, too: getOrCreate would make one
+    if context is None:
+        raise ConfigError(
+            "there is no active SparkContext: create a session, such as SparkSession.builder.getOrCreate(), first. "
+            "Sessions of Spark Connect have none."
+        )
+    return context
+
+
+@final
+class DriverPort:
+    """Listens for the program that starts the ranks; of several attempts of a stage, only the last one goes on.
+
+    Attributes:
+        received: what it sends, and how the stage has ended.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        listening = socket.create_server(("", 0))
+        self.port = int(listening.getsockname()[1])
+        self.received: queue.SimpleQueue[Started | Printed | Returned | BaseException] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._last: tuple[Channel, threading.Event] | None = None
+        self._listener = Listener(listening, Key(secret), DRIVER, self._serve)
+
+    def close(self) -> None:
+        """Stops listening, and ends the job if it still runs."""
+        self._listener.close()
+        with self._lock:
+            if self._last is not None:
+                self._last[0].close()
+
+    def _serve(self, channel: Channel, first: Any) -> None:
+        if not isinstance(first, Started):
+            return
+        gone = threading.Event()
+        with self._lock:
+            before, self._last = self._last, (channel, gone)
+            if before is not None:
+                before[0].close()
+                before[1].wait(durations.CONNECT)  # it ends its ranks first; a machine that is lost does not answer
+        try:
+            self.received.put(first)
+            channel.send(Granted())
+            while not isinstance(message := channel.receive(), Printings):
+                self.received.put(message)
+            channel.send(Granted())
+        except ChannelClosed:
+            pass
+        finally:
+            gone.set()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many tasks a job begins with, and between which numbers it may go on when executors are lost; ``wait``: the
+    seconds in which there must be so many again.
+    """
+
+    tasks: int
+    least: int
+    most: int
+    wait: float
+
+
+def run_job(job: SparkJob, secret: bytes, sizes: Sizes, streams: Streams) -> list[Any]:
+    """Runs ``job`` in a barrier stage, and again when an executor was lost, as often as Spark tries other stages;
+    returns what its ranks have returned. ``job.driver`` is set here.
+    """
+    context = active_context()
+    configuration = context.getConf()
+    attempts = int(configuration.get("spark.stage.maxConsecutiveAttempts") or _ATTEMPTS)
+    with closing(DriverPort(secret)) as port:
+        host = configuration.get("spark.driver.host") or LOOPBACK
+        job = replace(job, driver=f"{host}:{port.port}")
+        tasks = _wait_for_slots(context, sizes.tasks, sizes.tasks, job.start)
+        for attempt in itertools.count(1):
+            try:
+                returned = _BarrierStage(context, _of_size(job, tasks), tasks, port).follow(streams)
+                break
+            except StageLost as lost:
+                if attempt == attempts:
+                    raise
+                streams.say(f"choros.spark: {lost} It is tried again: attempt {attempt + 1} of {attempts}.")
+            tasks = _wait_for_slots(context, sizes.least, sizes.most, sizes.wait)
+    if returned.failure is not None:
+        raise returned.failure.error()
+    results: list[Any] = cloudpickle.loads(returned.results)
+    return results
+
+
+def _of_size(job: SparkJob, tasks: int) -> SparkJob:
+    return replace(job, arguments=replace(job.arguments, num_proc=tasks))
+
+
+def slots_of(context: SparkContext) -> int:
+    """Returns how many tasks Spark can run at once."""
+    jvm_context: Any = context._jsc.sc()  # no public way: Spark checks barrier stages by it
+    profile = jvm_context.resourceProfileManager().resourceProfileFromId(0)
+    return int(jvm_context.maxNumConcurrentTasks(profile))
+
+
+def _wait_for_slots(context: SparkContext, least: int, most: int, seconds: float) -> int:
+    """Waits for slots for ``least`` tasks, and a moment for ``most``; returns for how many there are. Without them,
+    Spark would refuse the stage, and try it again for ten minutes.
+    """
+    began = time.monotonic()
+    while (slots := slots_of(context)) < most:
+        waited = time.monotonic() - began
+        if slots >= least and waited >= durations.SPARK_EXECUTORS:
+            return slots
+        if waited >= seconds:
+            raise _too_slow(least, seconds, f"Spark has {slots} slots")
+        time.sleep(durations.LEFT_LOOK)
+    return most
+
+
+def _too_slow(tasks: int, seconds: float, what: str) -> LaunchError:
+    return LaunchError(
+        f"Timed out waiting for Spark tasks to start. A barrier stage of {tasks} tasks needs {tasks} free slots at "
+        f"once, and did not get them within start_timeout={seconds:g} s: {what}. Give a smaller num_proc, or more "
+        "executors."
+    )
+
+
+@final
+class _BarrierStage:
+    """The stage, in a thread of its own: this thread shows what ranks print."""
+
+    def __init__(self, context: SparkContext, job: SparkJob, tasks: int, port: DriverPort) -> None:
+        from pyspark.util import InheritableThread
+
+        self._context, self._job, self._tasks, self._port = context, job, tasks, port
+        self._group = f"choros.spark {uuid.uuid4()}"
+        self._thread = InheritableThread(target=self._submit)
+        self._thread.daemon = True
+        self._thread.start()
+
+    def _submit(self) -> None:
+        try:
+            self._context.setJobGroup(self._group, "choros.spark", interruptOnCancel=True)
+            places = self._context.parallelize(range(self._tasks), self._tasks).barrier()
+            (returned,) = places.mapPartitions(partial(run_task, self._job)).collect()
+            self._port.received.put(returned)
+        except BaseException as error:  # noqa: BLE001  (raised in the main thread)
+            self._port.received.put(error)
+
+    def follow(self, streams: Streams) -> Returned:
+        """Shows what comes until the stage has ended; returns what it has."""
+        deadline: float | None = time.monotonic() + self._job.start
+        try:
+            while not isinstance(message := self._next(deadline), Returned):
+                if isinstance(message, Printed):
+                    streams.show(message)
+                elif isinstance(message, Started):
+                    deadline = None
+                else:
+                    raise _spark_error(message, has_started=deadline is None) from None
+        except BaseException:
+            with suppress(Exception):  # the context may have been stopped
+                self._context.cancelJobGroup(self._group)
+            raise
+        self._thread.join()
+        return message
+
+    def _next(self, deadline: float | None) -> Started | Printed | Returned | BaseException:
+        """Returns the next message; without ``deadline``, all tasks have started."""
+        try:
+            return self._port.received.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise _too_slow(self._tasks, self._job.start, "other jobs have them") from None
+
+
+class StageLost(LaunchError):
+    """Spark has given up the stage, not because of what a rank did."""
+
+
+def _spark_error(error: BaseException, *, has_started: bool) -> BaseException:
+    """Returns an error with what Spark says, without the stacks of its JVM: what a task of choros' has raised, why an
+    executor was lost, or the reason that comes first.
+    """
+    if not isinstance(error, Exception):
+        return error
+    text = str(getattr(error, "java_exception", None) or error)
+    said = re.findall(r"^choros\.errors\.\w+: (.*)$|(ExecutorLostFailure.*)$", text, re.MULTILINE)
+    why = "".join(said[-1]) if said else _REASON.sub("", text.partition("\n")[0])
+    if "cancelled" in text or not (has_started or "ExecutorLostFailure" in text):
+        return LaunchError(f"Spark could not run the job: {why}")
+    return StageLost(f"Spark has lost a task of the barrier stage: {why.rstrip('.')}.")

@@ -1,0 +1,274 @@
+"""``KerasEstimator``: trains a Keras model on a DataFrame, and returns a model of Spark's.
+
+::
+
+    estimator = KerasEstimator(num_proc=4, store="/shared/work", model=model, optimizer="adam", loss="mse",
+                               feature_cols=["features"], label_cols=["label"], batch_size=32, epochs=3)
+    predicted = estimator.fit(df).transform(other)
+
+Ranks train with ``fit`` under a strategy, so that they end with the weights of one process with the whole batch.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from pyspark.ml import Estimator
+
+from choros.spark.parameters import (
+    COMMON,
+    FitPlan,
+    Parameterized,
+    fit_plan,
+    model_parameters,
+    with_parameters,
+    write_rows,
+)
+from choros.spark.rows import ParquetRows
+from choros.spark.store import local_path
+from choros.spark.transform import EstimatorModel, Predict
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["KerasEstimator", "KerasModel"]
+
+_KERAS: Mapping[str, tuple[Any, str]] = {
+    "custom_objects": (None, "custom objects by the names that the model's configuration uses"),
+    "checkpoint_callback": (None, "a ModelCheckpoint, whose file, in the store, has the weights of the returned model"),
+}
+
+
+@final
+@with_parameters(COMMON, _KERAS)
+class KerasEstimator(Estimator, Parameterized):
+    """Trains a Keras model on the rows of a DataFrame; its parameters have Horovod's names, see ``docs/spark.md``."""
+
+    def fit_on_parquet(self, rows: ParquetRows, validation: ParquetRows | None = None) -> KerasModel:
+        """Trains on rows that ``write_parquet`` has written."""
+        return self._train(fit_plan(self), rows, validation)
+
+    def _fit(self, dataset: DataFrame) -> KerasModel:
+        plan = fit_plan(self)
+        rows, held_out = write_rows(dataset, plan, self.value("validation"))
+        try:
+            return self._train(plan, rows, held_out)
+        finally:
+            rows.delete()
+            if held_out is not None:
+                held_out.delete()
+
+    def _train(self, plan: FitPlan, rows: ParquetRows, held_out: ParquetRows | None) -> KerasModel:
+        import keras
+
+        model, objects = self.value("model"), self.value("custom_objects")
+        optimizer = keras.optimizers.get(self.value("optimizer")) if self.value("optimizer") is not None else None
+        steps, held_out_steps = self.value("train_steps_per_epoch"), self.value("validation_steps_per_epoch")
+        batch = self.value("batch_size") * plan.size
+        task = KerasTask(
+            saved(model),
+            keras.config.floatx(),
+            objects or {},
+            None if optimizer is None else keras.optimizers.serialize(optimizer),
+            {"loss": self.value("loss"), "loss_weights": self.value("loss_weights"), "metrics": self.value("metrics")},
+            plan,
+            rows,
+            held_out,
+            {
+                "batch_size": batch,
+                "validation_batch_size": (self.value("val_batch_size") or self.value("batch_size")) * plan.size,
+                "epochs": self.value("epochs"),
+                "steps_per_epoch": steps,
+                "validation_steps": held_out_steps,
+                "shuffle": self.value("shuffle"),
+                "verbose": self.value("verbose"),
+            },
+            self.value("callbacks"),
+            self.value("checkpoint_callback"),
+            self.value("random_seed"),
+        )
+        env = {"KERAS_BACKEND": keras.backend.backend()}
+        commits = plan.store.commits(plan.run_id)
+        weights, history, widths = plan.backend.run(train, (task,), env=env, commit_dir=commits)[0]
+        trained = loaded(task.model, objects or {})
+        trained.set_weights(weights)
+        return KerasModel(
+            model=trained,
+            history=history,
+            run_id=plan.run_id,
+            widths=widths,
+            custom_objects=objects or {},
+            feature_cols=list(plan.features),
+            label_cols=list(plan.labels),
+        )
+
+
+@dataclass(frozen=True)
+class KerasTask:
+    """What each rank of a ``KerasEstimator`` does: ``compile`` and ``fit`` are these functions' arguments."""
+
+    model: bytes
+    floatx: str
+    objects: Mapping[str, Any]
+    optimizer: Mapping[str, Any] | None
+    compile: Mapping[str, Any]
+    plan: FitPlan
+    rows: ParquetRows
+    held_out: ParquetRows | None
+    fit: Mapping[str, Any]
+    callbacks: Sequence[Any]
+    checkpoint: Any
+    seed: int | None
+
+
+def train(task: KerasTask) -> tuple[list[Any], dict[str, list[float]], tuple[int, ...]] | None:
+    """Trains on a rank; returns, from the first one, the weights, the history and how many values each output has."""
+    import keras
+
+    import choros.distribute as dist
+    from choros.comm.context import rank
+
+    keras.config.set_floatx(task.floatx)
+    strategy = dist.MultiWorkerMirroredStrategy()
+    if task.seed is not None:
+        keras.utils.set_random_seed(task.seed)
+    with strategy.scope():
+        model = loaded(task.model, task.objects, compile=task.optimizer is None)
+        if task.optimizer is not None:
+            model.compile(keras.optimizers.deserialize(dict(task.optimizer), task.objects), **task.compile)
+        _scale_rate(model.optimizer, task.plan.size)
+    callbacks, checkpoint = _callbacks(task)
+    x, y, weights = _data(task, model, task.rows)
+    held_out = None if task.held_out is None else _data(task, model, task.held_out)
+    history = model.fit(x, y, sample_weight=weights, validation_data=held_out, callbacks=callbacks, **task.fit)
+    if rank() != 0:
+        return None
+    if checkpoint is not None:
+        model = keras.saving.load_model(checkpoint, task.objects, compile=False)
+    widths = tuple(_width(output.shape[1:]) for output in model.outputs)
+    return model.get_weights(), history.history, widths
+
+
+def _scale_rate(optimizer: Any, size: int) -> None:
+    """Multiplies the learning rate, as Horovod's estimators do; a schedule stays as it is."""
+    if not hasattr(optimizer._learning_rate, "get_config"):
+        optimizer.learning_rate = float(optimizer.learning_rate) * size
+
+
+def _callbacks(task: KerasTask) -> tuple[list[Any], str | None]:
+    """Returns the callbacks, which write into the store, and the file of the checkpoint."""
+    import keras
+
+    callbacks = list(task.callbacks)
+    logs = local_path(task.plan.store.get_logs_path(task.plan.run_id))
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.TensorBoard) and logs is not None:
+            callback.log_dir = logs
+    path = local_path(task.plan.store.get_checkpoint_path(task.plan.run_id))
+    if task.checkpoint is None or path is None:
+        return callbacks, None
+    file = f"{path}.keras"
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    task.checkpoint.filepath = file
+    return [*callbacks, task.checkpoint], file
+
+
+def _data(task: KerasTask, model: Any, rows: ParquetRows) -> tuple[Any, Any, Any]:
+    """Returns features, labels and weights as ``fit`` takes them, in the shapes of the model's inputs."""
+    arrays = dict(zip(rows.columns, rows.arrays(), strict=True))
+    shapes = [tuple(each.shape[1:]) for each in model.inputs]
+    x = [shaped(arrays[name], shape) for name, shape in zip(task.plan.features, shapes, strict=True)]
+    y = [arrays[name] for name in task.plan.labels]
+    return _one_or_all(x), _one_or_all(y), arrays[task.plan.weights] if task.plan.weights else None
+
+
+def _one_or_all(arrays: list[Any]) -> Any:
+    return arrays[0] if len(arrays) == 1 else tuple(arrays)
+
+
+def shaped(array: Any, shape: Sequence[int | None]) -> Any:
+    """Returns rows in the shape of an input, which may have one unknown dimension."""
+    return array.reshape(len(array), *(-1 if each is None else each for each in shape))
+
+
+def _width(shape: Sequence[int | None]) -> int:
+    width = 1
+    for each in shape:
+        width *= each or 1
+    return width
+
+
+def saved(model: Any) -> bytes:
+    """Returns a model as the bytes of its ``.keras`` file."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "model.keras"
+        model.save(path)
+        return path.read_bytes()
+
+
+def loaded(data: bytes, objects: Mapping[str, Any], *, compile: bool = False) -> Any:  # noqa: A002  (Keras' name)
+    """Returns the model in the bytes of a ``.keras`` file."""
+    import keras
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "model.keras"
+        path.write_bytes(data)
+        return keras.saving.load_model(path, dict(objects), compile=compile)
+
+
+@final
+@model_parameters
+class KerasModel(EstimatorModel):
+    """What ``KerasEstimator.fit`` returns.
+
+    Attributes:
+        history: that of ``fit``, as Keras' ``History.history``.
+        run_id: the run's name in the store.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        history: Mapping[str, list[float]] | None = None,
+        run_id: str | None = None,
+        widths: tuple[int, ...] = (),
+        custom_objects: Mapping[str, Any] | None = None,
+        **given: Any,
+    ) -> None:
+        super().__init__(**given)
+        self._model, self._objects = model, custom_objects or {}
+        self.history, self.run_id, self.widths = history, run_id, widths
+
+    def keras(self) -> Any:
+        """Returns the trained Keras model."""
+        return self._model
+
+    getModel = keras  # noqa: N815  (Horovod's name)
+
+    def getHistory(self) -> Mapping[str, list[float]] | None:  # noqa: N802  (Horovod's name)
+        """Returns the history."""
+        return self.history
+
+    def predictor(self) -> Callable[[], Predict]:
+        """Returns what loads the model in Spark's workers."""
+        import keras
+
+        return partial(_predictor, saved(self._model), self._objects, keras.backend.backend())
+
+
+def _predictor(data: bytes, objects: Mapping[str, Any], backend: str) -> Predict:
+    os.environ["KERAS_BACKEND"] = backend
+    model = loaded(data, objects)
+
+    def predict(*inputs: Any) -> Sequence[Any]:
+        given = [shaped(each, tuple(known.shape[1:])) for each, known in zip(inputs, model.inputs, strict=True)]
+        outputs = model.predict_on_batch(_one_or_all(given))
+        return outputs if isinstance(outputs, list | tuple) else [outputs]
+
+    return predict

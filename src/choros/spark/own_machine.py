@@ -1,0 +1,60 @@
+"""What a rank knows of the machine that it runs on, and how it opens the call that the driver has packed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, final
+
+from choros.launch.bootstrap import unpack
+from choros.spark.plan import Machine, machine_of
+from choros.transport.address import this_host
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: The machine of this rank; ``None`` in processes that Spark has not placed.
+_own: Machine | None = None
+
+
+@final
+class RankCall:
+    """The call for the ranks: unpickled on one of them, it is what the driver has packed."""
+
+    def __init__(self, packed: bytes, machines: tuple[Machine, ...]) -> None:
+        self._packed, self._machines = packed, machines
+
+    def __call__(self) -> Any:
+        """Calls it; ranks do not, as they have unpickled it."""
+        return open_call(self._packed, self._machines)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_call, (self._packed, self._machines)
+
+
+def open_call(packed: bytes, machines: tuple[Machine, ...]) -> Callable[[], Any]:
+    """Returns the packed call, and gives this rank the accelerators of its machine's tasks. Modules are looked for
+    where Spark's Python looks for them, then where the driver does.
+    """
+    global _own
+    _own = machine_of(this_host(), machines)
+    if _own is not None and _own.visible:
+        os.environ[_VISIBLE] = ",".join(_own.visible)
+    return unpack(packed, before=list(sys.path))
+
+
+def scratch_directory() -> str | None:
+    """Returns the directory for temporary files that the ranks of this machine share, which the job removes at its end;
+    ``None`` in processes that Spark has not placed.
+    """
+    return None if _own is None else _own.directory
+
+
+def get_available_devices() -> list[str]:
+    """Returns the accelerators that Spark has given to this rank's task, as the numbers that a framework knows them by,
+    which sees only those of the job on this machine. Call it after ``init()``.
+    """
+    from choros.comm.context import local_rank
+
+    if _own is None or not _own.visible:
+        return []
+    return [str(_own.visible.index(each)) for each in _own.devices[local_rank() % len(_own.devices)]]

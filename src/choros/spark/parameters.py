@@ -1,0 +1,177 @@
+"""The parameters of estimators and of the models they return, with Horovod's names, as one table for each."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml.param import Param, Params
+
+from choros.errors import ConfigError
+from choros.spark.backend import SparkBackend
+from choros.spark.rows import ParquetRows, write_parquet
+from choros.spark.store import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+#: The parameters of all estimators: their defaults, and what they are.
+COMMON: Mapping[str, tuple[Any, str]] = {
+    "num_proc": (None, "number of ranks; default: spark.default.parallelism"),
+    "backend": (None, "a SparkBackend, in place of num_proc"),
+    "store": (None, "a Store, or a directory that the driver and all executors share"),
+    "model": (None, "the model, built on the driver"),
+    "optimizer": (None, "the optimizer; its learning rate is multiplied by the number of ranks, as in Horovod"),
+    "loss": (None, "the loss, or one for each label"),
+    "loss_weights": (None, "the weights of the labels' losses"),
+    "metrics": ([], "the metrics"),
+    "feature_cols": (None, "the columns of the model's inputs"),
+    "label_cols": (None, "the columns of its labels"),
+    "sample_weight_col": (None, "the column of the rows' weights"),
+    "validation": (None, "a fraction of the rows, or a column that is true for rows to validate with"),
+    "batch_size": (32, "rows of a batch on each rank"),
+    "val_batch_size": (None, "the same for validation; default: batch_size"),
+    "epochs": (1, "number of epochs"),
+    "train_steps_per_epoch": (None, "number of batches of an epoch; default: all rows"),
+    "validation_steps_per_epoch": (None, "number of batches of a validation; default: all rows"),
+    "shuffle": (True, "whether each epoch has another order of rows"),
+    "random_seed": (None, "the seed of that order, of the framework, and of a validation that is a fraction"),
+    "verbose": (1, "0: silent"),
+    "callbacks": ([], "callbacks of the framework"),
+    "gradient_compression": (None, "as hvd.Compression"),
+    "run_id": (None, "the name of the run; one that exists goes on from its last commit"),
+}
+#: Parameters of Horovod's that change nothing here.
+UNUSED = (
+    "partitions_per_process", "inmemory_cache_all", "train_reader_num_workers", "val_reader_num_workers",
+    "reader_pool_type", "shuffle_buffer_size", "compress_sparse_cols", "label_shapes", "use_gpu", "mp_start_method",
+)  # fmt: skip
+_MODEL: Mapping[str, tuple[Any, str]] = {
+    "feature_cols": (None, "the columns of the model's inputs"),
+    "label_cols": (None, "the columns of the labels it was trained on"),
+    "output_cols": (None, "the columns that transform adds; default: each label's name with __output"),
+    "batch_size": (1024, "rows that transform hands to the model at once"),
+}
+
+
+def with_parameters(*tables: Mapping[str, tuple[Any, str]]) -> Callable[[type], type]:
+    """Adds to a class of ``Params`` the parameters of the tables, with ``getFeatureCols`` and ``setFeatureCols``."""
+
+    def add(kind: Any) -> Any:
+        kind.defaults = {name: default for table in tables for name, (default, _) in table.items()}
+        for table in tables:
+            for name, (_, text) in table.items():
+                _add_parameter(kind, name, text)
+        return kind
+
+    return add
+
+
+def _add_parameter(kind: Any, name: str, text: str) -> None:
+    def get(self: Any) -> Any:
+        return self.getOrDefault(name)
+
+    def put(self: Any, value: Any) -> Any:
+        return self._set(**{name: value})
+
+    camel = "".join(part.title() for part in name.split("_"))
+    setattr(kind, name, Param(Params._dummy(), name, text))
+    setattr(kind, f"get{camel}", get)
+    setattr(kind, f"set{camel}", put)
+
+
+class Parameterized(Params):
+    """What estimators and models have in common: the constructor takes the parameters by their names."""
+
+    defaults: Mapping[str, Any] = {}
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self._setDefault(**self.defaults)
+        self.setParams(**given)
+
+    def setParams(self, **given: Any) -> Any:  # noqa: N802  (Spark's name)
+        """Sets parameters, as in Horovod."""
+        unused = sorted(given.keys() & set(UNUSED))
+        if unused:
+            warnings.warn(
+                f"{', '.join(unused)}: no effect here; rows are read from Parquet once, and mapped into memory.",
+                stacklevel=3,
+            )
+        unknown = sorted(given.keys() - self.defaults.keys() - set(UNUSED))
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no parameter {', '.join(unknown)}.")
+        return self._set(**{name: value for name, value in given.items() if name not in UNUSED})
+
+    def value(self, name: str) -> Any:
+        """Returns a parameter's value, or its default."""
+        return self.getOrDefault(name)
+
+
+#: The parameters of a model that an estimator returns.
+model_parameters = with_parameters(_MODEL)
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """What an estimator needs to run its ranks, read from its parameters."""
+
+    backend: SparkBackend
+    store: Store
+    run_id: str
+    features: tuple[str, ...]
+    labels: tuple[str, ...]
+    weights: str | None
+    size: int
+    seed: int
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that ranks read."""
+        return (*self.features, *self.labels, *([self.weights] if self.weights else []))
+
+
+def fit_plan(estimator: Parameterized) -> FitPlan:
+    """Returns the plan of an estimator; a ``ConfigError`` for parameters that are missing or contradict each other."""
+    value = estimator.value
+    for name in ("model", "store", "feature_cols", "label_cols"):
+        if value(name) is None:
+            raise ConfigError(f"{type(estimator).__name__} needs the parameter {name}.")
+    if value("num_proc") is not None and value("backend") is not None:
+        raise ConfigError("num_proc and backend both say how many ranks there are: give only one of them.")
+    backend = value("backend") or SparkBackend(value("num_proc"), verbose=value("verbose"))
+    store = value("store")
+    return FitPlan(
+        backend,
+        Store.create(store) if isinstance(store, str) else store,
+        value("run_id") or uuid.uuid4().hex[:12],
+        tuple(value("feature_cols")),
+        tuple(value("label_cols")),
+        value("sample_weight_col"),
+        backend.num_processes(),
+        value("random_seed") or 0,
+    )
+
+
+def write_rows(df: DataFrame, plan: FitPlan, validation: Any) -> tuple[ParquetRows, ParquetRows | None]:
+    """Writes the rows to train on and to validate with into the store."""
+    train, held_out = _split(df, validation, plan.seed)
+    rows = write_parquet(train, plan.store.get_train_data_path(plan.run_id), plan.columns)
+    if held_out is None:
+        return rows, None
+    return rows, write_parquet(held_out, plan.store.get_val_data_path(plan.run_id), plan.columns)
+
+
+def _split(df: DataFrame, validation: Any, seed: int) -> tuple[DataFrame, DataFrame | None]:
+    if not validation:
+        return df, None
+    if isinstance(validation, str):
+        marked = df[validation].cast("boolean")
+        return df.filter(~marked), df.filter(marked)
+    if not 0 < validation < 1:
+        raise ConfigError(f"validation={validation!r}: expected a fraction between 0 and 1, or a column's name.")
+    train, held_out = df.randomSplit([1 - validation, validation], seed)
+    return train, held_out

@@ -1,0 +1,135 @@
+"""A task of the barrier stage, in Spark's Python worker: it only places. Tasks tell each other where they run; the
+first one of each machine has a program beside it, which starts the ranks there, and the others hold their slots.
+
+::
+
+    driver ◄── what ranks print ── host.py ◄─ a pipe ── task 0      task 2        task 1 ── a pipe ─► host.py
+                                     │ mpirun          (first of machine a)  (first of machine b)       │ its daemon
+                                  ranks 0, 1                                                         rank 2
+                                     └───────── hub (launch/agents) ◄────────────────────────────────────┘
+
+The program is a process of its own: it catches signals, has ranks as children, and changes the environment, which
+Spark's worker, that other tasks use later, does not expect. When the worker dies, so does the program's input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, final
+
+from choros.errors import LaunchError
+from choros.spark.messages import Listening, Returned
+from choros.spark.plan import HostTask, Machine, SparkJob, TaskPlace, machines_of
+from choros.transport.address import this_host
+
+if TYPE_CHECKING:
+    from pyspark import BarrierTaskContext
+
+_PROGRAM = ("-P", "-m", "choros.spark.host")
+
+
+def run_task(job: SparkJob, _: Iterable[Any]) -> Iterator[Returned]:
+    """Runs this task's part of ``job``; yields what the ranks have returned, from the first task."""
+    from pyspark import BarrierTaskContext
+
+    context = BarrierTaskContext.get()
+    number = context.partitionId()
+    places = [_place(text) for text in context.allGather(json.dumps(asdict(_own_place(context, number))))]
+    machines = machines_of(places)
+    index = next((index for index, machine in enumerate(machines) if machine.tasks[0] == number), None)
+    if index == 0:
+        with _beside(_of(job, machines, 0, 0)) as program:
+            context.allGather(str(program.listening().port))
+            returned = program.returned()
+            context.barrier()  # an executor that is lost never comes here: the stage fails, not the job
+        yield returned
+        return
+    port = int(context.allGather("")[0])
+    if index is not None:
+        with _beside(_of(job, machines, index, port)) as program:
+            program.returned()
+    context.barrier()
+
+
+def _own_place(context: BarrierTaskContext, number: int) -> TaskPlace:
+    from pyspark import SparkFiles
+
+    address = context.getTaskInfos()[number].address.rpartition(":")[0]
+    devices = context.resources().get("gpu")
+    return TaskPlace(this_host(), address, SparkFiles.getRootDirectory(), tuple(devices.addresses) if devices else ())
+
+
+def _place(text: str) -> TaskPlace:
+    values = json.loads(text)
+    return TaskPlace(**{**values, "devices": tuple(values["devices"])})
+
+
+def _of(job: SparkJob, machines: tuple[Machine, ...], index: int, port: int) -> HostTask:
+    return HostTask(job, machines, index, port, tuple(sys.path))
+
+
+@contextmanager
+def _beside(task: HostTask) -> Iterator[_Program]:
+    """A block beside which the program runs; when it is left, or this process dies, the program ends."""
+    command = [sys.executable, *_PROGRAM]
+    path = os.pathsep.join(filter(None, task.path))
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},  # choros may be what the application ships
+        start_new_session=True,  # Spark ends its workers by a signal to their group
+    ) as process:
+        program = _Program(process)
+        try:
+            program.send(task)
+            yield program
+        finally:
+            program.leave()
+
+
+@final
+class _Program:
+    """The program beside a task, by its pipes."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def send(self, task: HostTask) -> None:
+        """Sends what is to be done."""
+        assert self._process.stdin is not None  # noqa: S101  (a pipe)
+        pickle.dump(task, self._process.stdin)
+        self._process.stdin.flush()
+
+    def listening(self) -> Listening:
+        """Returns where its hub listens."""
+        message: Listening = self._next()
+        return message
+
+    def returned(self) -> Returned:
+        """Returns what the ranks have returned."""
+        message: Returned = self._next()
+        return message
+
+    def leave(self) -> None:
+        """Ends it by the end of its input."""
+        assert self._process.stdin is not None  # noqa: S101
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _next(self) -> Any:
+        assert self._process.stdout is not None  # noqa: S101
+        try:
+            return pickle.load(self._process.stdout)  # noqa: S301  (from a process that this one has started)
+        except EOFError:
+            code = self._process.wait()
+            raise LaunchError(
+                f"the program that starts the ranks of this machine has ended with {code}: the executor's log says why."
+            ) from None

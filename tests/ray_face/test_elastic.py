@@ -1,0 +1,85 @@
+"""Elastic jobs on a real Ray: whatever is killed, each row of an epoch is trained on once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ray_face import training
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def trained(cluster, folder, fault, *, add_node=False, until=0, **given):
+    """The reports of an elastic job, during whose first epoch ``fault`` is called with the executor and a new node."""
+    from choros.ray import RayExecutor
+
+    node = cluster.add_node(num_cpus=1) if add_node else None
+    job = RayExecutor(RayExecutor.create_settings(), env_vars={"KERAS_BACKEND": "torch"}, min_workers=1, **given)
+    job.start()
+    problems = []
+
+    def disturb():
+        while not (folder / "middle").exists():
+            time.sleep(0.05)
+        try:
+            fault(job, node)
+        except Exception as error:  # noqa: BLE001  (shown by the test)
+            problems.append(error)
+
+    thread = threading.Thread(target=disturb, daemon=True)
+    thread.start()
+    try:
+        return job.run(training.count_rows, args=[6, str(folder), until])
+    finally:
+        thread.join(20)
+        job.shutdown()
+        if node in cluster.worker_nodes:
+            cluster.remove_node(node)
+        assert not problems, problems
+
+
+def check(reports) -> None:
+    for report in reports:
+        assert report["counts"] == [report["epochs"]], report  # the weights of a run that nothing disturbs
+
+
+def kill_an_actor(job, node) -> None:
+    actor = next(each for each in job.adapter._registry._actors if each.rank == 1)
+    os.kill(actor.place.pid, signal.SIGKILL)
+
+
+def kill_a_node(job, node) -> None:
+    raylet = node.all_processes["raylet"][0].process
+    raylet.kill()
+    raylet.wait()
+
+
+def drain_a_node(job, node) -> None:
+    command = [Path(sys.executable).with_name("ray"), "drain-node", "--address", node.gcs_address]
+    reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    subprocess.run(
+        [*command, "--node-id", node.node_id, *reason, "--deadline-remaining-seconds", "60"], check=True, timeout=60
+    )
+
+
+def test_a_killed_actor_is_replaced(cluster, tmp_path) -> None:
+    reports = trained(cluster, tmp_path, kill_an_actor, max_workers=2, until=2)
+    check(reports)
+    assert [report["size"] for report in reports] == [2, 2]
+    assert min(map(int, (tmp_path / "sizes").read_text().split())) == 1
+
+
+@pytest.mark.parametrize("fault", [kill_a_node, drain_a_node])
+def test_a_node_goes(cluster, tmp_path, fault) -> None:
+    reports = trained(cluster, tmp_path, fault, add_node=True, max_workers=3)
+    check(reports)
+    assert [report["size"] for report in reports] == [2, 2]
+    assert all(report["fewest"] == 2 for report in reports)

@@ -1,0 +1,114 @@
+"""Trains with an estimator and without: ``estimators_script.py keras|torch DIRECTORY``; prints the differences."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["KERAS_BACKEND"] = "torch"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+
+from spark_face.digits import digits, vectors
+from spark_face.sessions import cluster
+
+RANKS, BATCH, EPOCHS = 2, 32, 3
+
+
+def with_keras(df, x, y, store):
+    """The weights of the estimator's model and of plain Keras, the losses, and the predictions of both."""
+    import keras
+
+    from choros.spark.keras import KerasEstimator
+
+    def built():
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Input((8, 8, 1)), keras.layers.Conv2D(4, 3, activation="tanh"), keras.layers.Flatten()]
+        return keras.Sequential([*layers, keras.layers.Dense(10, activation="softmax")])
+
+    loss = "sparse_categorical_crossentropy"
+    given = {"feature_cols": ["features"], "label_cols": ["label"], "batch_size": BATCH, "epochs": EPOCHS, "verbose": 0}
+    estimator = KerasEstimator(
+        num_proc=RANKS, store=store, model=built(), optimizer=keras.optimizers.SGD(0.05), loss=loss,
+        metrics=["accuracy"], shuffle=False, **given,
+    )  # fmt: skip
+    trained = estimator.fit(df).setOutputCols(["probabilities"])
+    plain = built()
+    plain.compile(keras.optimizers.SGD(0.05 * RANKS), loss)
+    plain.fit(x.reshape(-1, 8, 8, 1), y, batch_size=BATCH * RANKS, epochs=EPOCHS, shuffle=False, verbose=0)
+    expected = plain.predict(x.reshape(-1, 8, 8, 1), verbose=0)
+    return trained, trained.keras().get_weights(), plain.get_weights(), trained.getHistory()["loss"], expected
+
+
+def with_torch(df, x, y, store):
+    """The same for PyTorch."""
+    import torch
+
+    from choros.spark.torch import TorchEstimator
+
+    def built():
+        torch.manual_seed(3)
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(1, 4, 3), torch.nn.Tanh(), torch.nn.Flatten(), torch.nn.Linear(144, 10)
+        )
+
+    def loss(output, label):
+        return torch.nn.functional.cross_entropy(output, label.long().reshape(-1))
+
+    model = built()
+    given = {"feature_cols": ["features"], "label_cols": ["label"], "batch_size": BATCH, "epochs": EPOCHS, "verbose": 0}
+    estimator = TorchEstimator(
+        num_proc=RANKS, store=store, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.05, momentum=0.5),
+        loss=loss, input_shapes=[[-1, 1, 8, 8]], shuffle=False, **given,
+    )  # fmt: skip
+    trained = estimator.fit(df).setOutputCols(["probabilities"])
+    plain = built()
+    optimizer = torch.optim.SGD(plain.parameters(), 0.05 * RANKS, momentum=0.5)
+    inputs, labels = torch.from_numpy(x.astype("float32")).reshape(-1, 1, 8, 8), torch.from_numpy(y)
+    for _ in range(EPOCHS):
+        for first in range(0, len(x), BATCH * RANKS):
+            chosen = slice(first, first + BATCH * RANKS)
+            optimizer.zero_grad()
+            loss(plain(inputs[chosen]), labels[chosen]).backward()
+            optimizer.step()
+    found = [each.detach().numpy() for each in trained.getModel().parameters()]
+    losses = [epoch["train"]["loss"] for epoch in trained.getHistory()]
+    return (
+        trained,
+        found,
+        [each.detach().numpy() for each in plain.parameters()],
+        losses,
+        plain(inputs).detach().numpy(),
+    )
+
+
+def main() -> None:
+    """Trains, and prints what differs."""
+    which, directory = sys.argv[1], Path(sys.argv[2])
+    x, y = digits()
+    with cluster(directory) as spark:
+        df = vectors(spark.session, x, y)
+        store = str(directory / "store")
+        trained, found, plain, losses, expected = {"keras": with_keras, "torch": with_torch}[which](df, x, y, store)
+        rows = trained.transform(df).collect()
+        predicted = np.array([row.probabilities.toArray() for row in rows])
+        left = [" ".join(each.cmdline()) for each in spark.ranks()]
+    pairs = list(zip(found, plain, strict=True))
+    print(
+        json.dumps(
+            {
+                "difference": max(float(abs(own - other).max()) for own, other in pairs),
+                "predictions": float(abs(predicted - expected).max()),
+                "losses": losses,
+                "left": left,
+                "files": [str(path) for path in (directory / "store").iterdir()],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
