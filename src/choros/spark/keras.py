@@ -50,6 +50,8 @@ _KERAS: Mapping[str, tuple[Any, str]] = {
 class KerasEstimator(Estimator, Parameterized):
     """Trains a Keras model on the rows of a DataFrame; its parameters have Horovod's names, see ``docs/spark.md``."""
 
+    lacking = ("gradient_compression",)
+
     def fit_on_parquet(self, rows: ParquetRows, validation: ParquetRows | None = None) -> KerasModel:
         """Trains on rows that ``write_parquet`` has written."""
         return self._train(fit_plan(self), rows, validation)

@@ -87,6 +87,8 @@ class Parameterized(Params):
     """What estimators and models have in common: the constructor takes the parameters by their names."""
 
     defaults: Mapping[str, Any] = {}
+    #: Those of the table that this class does not carry out.
+    lacking: tuple[str, ...] = ()
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
@@ -105,6 +107,12 @@ class Parameterized(Params):
         if unknown:
             raise TypeError(f"{type(self).__name__} has no parameter {', '.join(unknown)}.")
         return self._set(**{name: value for name, value in given.items() if name not in UNUSED})
+
+    def _set(self, **given: Any) -> Any:
+        for name in self.lacking:
+            if given.get(name):
+                raise ConfigError(f"{type(self).__name__} cannot do what {name}={given[name]!r} says: leave it out.")
+        return super()._set(**given)
 
     def value(self, name: str) -> Any:
         """Returns a parameter's value, or its default."""

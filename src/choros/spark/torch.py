@@ -53,6 +53,8 @@ class TorchEstimator(Estimator, Parameterized):
     and labels are float32, as in Horovod.
     """
 
+    lacking = ("callbacks", "sample_weight_col", "val_batch_size", "validation_steps_per_epoch")
+
     def fit_on_parquet(self, rows: ParquetRows, validation: ParquetRows | None = None) -> TorchModel:
         """Trains on rows that ``write_parquet`` has written."""
         return self._train(fit_plan(self), rows, validation)
@@ -70,10 +72,8 @@ class TorchEstimator(Estimator, Parameterized):
     def _train(self, plan: FitPlan, rows: ParquetRows, held_out: ParquetRows | None) -> TorchModel:
         losses = self.value("loss")
         losses = list(losses) if isinstance(losses, list | tuple) else [losses]
-        if self.value("optimizer") is None or not all(map(callable, losses)) or self.value("callbacks"):
-            raise ConfigError(
-                "TorchEstimator needs the parameters optimizer and loss, functions, and has no callbacks."
-            )
+        if self.value("optimizer") is None or not all(map(callable, losses)):
+            raise ConfigError("TorchEstimator needs the parameters optimizer, and loss, which is a function or more.")
         weights = self.value("loss_weights") or [1 / len(plan.labels)] * len(plan.labels)
         shapes = self.value("input_shapes")
         task = TorchTask(
