@@ -159,7 +159,7 @@ def train(task: KerasTask) -> tuple[list[Any], dict[str, list[float]], tuple[int
 
 def _scale_rate(optimizer: Any, size: int) -> None:
     """Multiplies the learning rate, as Horovod's estimators do; a schedule stays as it is."""
-    if not hasattr(optimizer._learning_rate, "get_config"):
+    if not isinstance(optimizer.get_config().get("learning_rate"), dict):
         optimizer.learning_rate = float(optimizer.learning_rate) * size
 
 
