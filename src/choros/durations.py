@@ -246,6 +246,7 @@ RAY_END: Final = Duration(20.0, _RAY, "for the ranks to end", "they are killed")
 
 # choros.spark -----------------------------------------------------------------------------------
 
+SPARK_LOOK: Final = Duration(0.2, _SPARK, "between two looks at how many slots Spark has", "it looks again")
 SPARK_EXECUTORS: Final = Duration(
     30.0,
     _SPARK,

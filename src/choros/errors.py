@@ -25,7 +25,6 @@ Each class has the ``exit_code`` with which ``chorosrun`` exits after the error.
 """
 
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 #: The exit code of ranks, and of chorosrun, when a job that was asked to end has committed: EX_TEMPFAIL, on which
@@ -135,9 +134,8 @@ class WorkerFailed(LaunchError):
         self.exit_code = exit_code
         self.traceback = traceback
 
-    def __reduce__(self) -> tuple[Any, ...]:  # by default, without the keywords
-        given = {name: getattr(self, name) for name in ("rank", "host", "exit_code", "traceback")}
-        return partial(type(self), **given), self.args
+    def __reduce__(self) -> tuple[Any, ...]:  # by default it would be made without the keywords
+        return type(self).__new__, (type(self), *self.args), vars(self)
 
 
 class EngineError(ChorosError, RuntimeError):

@@ -1,6 +1,7 @@
 """The command ``choros deploy``: prints the description of a job, filled in."""
 
 import secrets
+from typing import Any
 
 import click
 import yaml
@@ -43,7 +44,7 @@ def deploy() -> None:
     help="A PersistentVolumeClaim that all pods can write: training goes on from its commits.",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
-def kubernetes(kind: str, command: tuple[str, ...], **given: object) -> None:
+def kubernetes(kind: str, command: tuple[str, ...], **given: Any) -> None:
     """Prints what a job that runs COMMAND needs on Kubernetes.
 
     \b
@@ -52,5 +53,5 @@ def kubernetes(kind: str, command: tuple[str, ...], **given: object) -> None:
 
     Without COMMAND it is `python train.py`. The key with which the pods know each other is made anew each time.
     """
-    job = PodJob(command=command or ("python", "train.py"), **given)  # type: ignore[arg-type]
+    job = PodJob(command=command or ("python", "train.py"), **given)
     click.echo(yaml.safe_dump_all(documents(kind, job, secrets.token_hex(32)), sort_keys=False), nl=False)

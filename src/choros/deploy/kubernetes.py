@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from choros.errors import ConfigError
+from choros.launch.processes.directories import SHARED_MEMORY
 from choros.settings import VARIABLES
 
 Document = dict[str, Any]
@@ -192,7 +193,8 @@ def _pod_spec(
     job: PodJob, container: str, command: Sequence[str] | None, *, with_key: bool = True, with_gpus: bool = True
 ) -> Document:
     """A pod of one container; ``None`` for a command that the job gives."""
-    volumes: list[tuple[str, str, Mapping[str, Any]]] = [("memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}})]  # noqa: S108
+    memory: Mapping[str, Any] = {"emptyDir": {"medium": "Memory"}}
+    volumes = [("memory", str(SHARED_MEMORY), memory)]
     if job.claim:
         volumes.append(("commits", _COMMITS, {"persistentVolumeClaim": {"claimName": job.claim}}))
     image: Document = {"name": container, "image": job.image}

@@ -224,7 +224,7 @@ def _writer(stream: TextIO) -> Callable[[bytes], None]:
     return write
 
 
-def pack(call: Callable[[], Any]) -> bytes:
+def pack(call: Callable[..., Any]) -> bytes:
     """Returns ``call`` as bytes, with this process's module path. The lines of code that is in no file, a notebook's
     cells, go with it, for tracebacks and for AutoGraph.
 

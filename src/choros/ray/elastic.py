@@ -8,11 +8,12 @@ import ray
 
 from choros.errors import UnsupportedError
 from choros.launch.run import pack
-from choros.ray.job import RayJob, in_order, new_secret, number, own_machine
+from choros.ray.job import RayJob, in_order, new_secret, number
 from choros.ray.messages import RaySettings
 from choros.ray.pool import ActorPool
 from choros.ray.rank import run_tied
 from choros.ray.registry import ActorRegistry, ReadyActor
+from choros.transport.address import this_host
 
 
 @final
@@ -53,7 +54,7 @@ class ElasticAdapter:
         registry.callbacks = callbacks
         job = None
         try:
-            machines = in_order(_of(registry), own_machine())
+            machines = in_order(_of(registry), this_host())
             ordered = number(machines, use_gpu=self._worker["GPU"] > 0)[: self._most]
             most = max(len(ordered), pool.most)
             slots = [len(each) for each in machines]

@@ -80,7 +80,8 @@ class RayExecutor:
         self._make: Callable[..., Any]
         if min_workers is not None:
             self._make = partial(
-                _elastic,
+                _adapter,
+                ElasticAdapter,
                 settings,
                 worker,
                 env,
@@ -93,7 +94,8 @@ class RayExecutor:
             )
         else:
             self._make = partial(
-                _static,
+                _adapter,
+                StaticAdapter,
                 settings,
                 worker,
                 env,
@@ -227,17 +229,5 @@ def _texts(variables: Mapping[str, Any] | None) -> dict[str, str]:
     return {name: str(value) for name, value in (variables or {}).items()}
 
 
-def _static(*args: Any, remote: bool, **kwargs: Any) -> Any:
-    return (
-        ray.remote(StaticAdapter).options(num_cpus=0).remote(*args, **kwargs)
-        if remote
-        else StaticAdapter(*args, **kwargs)
-    )
-
-
-def _elastic(*args: Any, remote: bool, **kwargs: Any) -> Any:
-    return (
-        ray.remote(ElasticAdapter).options(num_cpus=0).remote(*args, **kwargs)
-        if remote
-        else ElasticAdapter(*args, **kwargs)
-    )
+def _adapter(kind: type, *args: Any, remote: bool, **kwargs: Any) -> Any:
+    return ray.remote(kind).options(num_cpus=0).remote(*args, **kwargs) if remote else kind(*args, **kwargs)

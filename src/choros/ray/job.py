@@ -114,14 +114,9 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
-def own_machine() -> str:
-    """Returns this machine, on which the executor is."""
-    return this_host()
-
-
 def _own_place(place: ActorPlace) -> ActorPlace:
     """On this machine, this node: it is there as long as the executor, while another node of Ray's may be lost."""
-    if place.machine != own_machine():
+    if place.machine != this_host():
         return place
     return ActorPlace(ray.get_runtime_context().get_node_id(), place.machine, place.ip, place.pid, place.address)
 

@@ -10,11 +10,12 @@ import ray
 from choros import durations
 from choros.errors import LaunchError, WorkerFailed
 from choros.launch.run import pack
-from choros.ray.job import RayJob, in_order, new_secret, number, own_machine, raise_cause, wait_for_ranks
+from choros.ray.job import RayJob, in_order, new_secret, number, raise_cause, wait_for_ranks
 from choros.ray.messages import RaySettings
 from choros.ray.placement import StaticPlacement
 from choros.ray.rank import serve_calls
 from choros.ray.registry import ActorRegistry, ReadyActor
+from choros.transport.address import this_host
 
 
 @final
@@ -37,13 +38,11 @@ class StaticAdapter:
         secret = new_secret()
         places = ray.get([each.listen.remote(secret) for each in handles])
         actors = [ReadyActor(*each) for each in zip(handles, places, strict=True)]
-        machines = in_order(actors, own_machine())
+        machines = in_order(actors, this_host())
         ordered = number(machines, use_gpu=self._resources["GPU"] > 0)
         self.workers = [each.handle for each in ordered]
         ip = (
-            ray.util.get_node_ip_address()
-            if len(machines) > 1 or machines[0][0].place.machine != own_machine()
-            else None
+            ray.util.get_node_ip_address() if len(machines) > 1 or machines[0][0].place.machine != this_host() else None
         )
         self._registry = ActorRegistry(secret, ip)
         self._registry.add(*ordered)
@@ -61,7 +60,7 @@ class StaticAdapter:
 
     def run_remote(self, function: Callable[[Any], Any]) -> list[Any]:
         """Returns references to what the ranks return."""
-        packed = pack(function)  # type: ignore[arg-type]
+        packed = pack(function)
         return [each.execute.remote(packed) for each in self._started()]
 
     def execute(self, function: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], None]]) -> list[Any]:
@@ -73,7 +72,7 @@ class StaticAdapter:
 
     def execute_single(self, function: Callable[[Any], Any]) -> Any:
         """Returns what rank 0 returns."""
-        packed = pack(function)  # type: ignore[arg-type]
+        packed = pack(function)
         return self._get([self._started()[0].execute.remote(packed)])[0]
 
     def shutdown(self) -> None:
@@ -111,7 +110,7 @@ class StaticAdapter:
         """Raises the job's error, which says what happened first, or else ``error``."""
         ray.wait(references, num_returns=len(references), timeout=durations.RAY_END)
         for each in references:
-            with suppress(ray.exceptions.RayError):  # Ray would show those that nobody has looked at
+            with suppress(ray.exceptions.RayError):  # else Ray would show them
                 ray.get(each, timeout=0)
         lost = isinstance(error, ray.exceptions.RayActorError)
         failed = isinstance(getattr(error, "cause", None), WorkerFailed)

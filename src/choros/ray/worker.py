@@ -4,7 +4,6 @@ import os
 import pickle
 import socket
 import threading
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -78,9 +77,8 @@ class RayWorker:
         self._tell(EndRank())
 
     def stay(self) -> None:
-        """Does not return: whoever waits for it learns of the end of this actor."""
-        while True:
-            time.sleep(3600)
+        """Does not return: the executor, which waits for it, learns of the end of this actor."""
+        threading.Event().wait()
 
     def _serve(self, channel: Channel, first: Any) -> None:
         if isinstance(first, Seated):

@@ -147,7 +147,7 @@ def run_job(job: SparkJob, secret: bytes, sizes: Sizes, streams: Streams) -> lis
                 streams.say(f"choros.spark: {lost} It is tried again: attempt {attempt + 1} of {attempts}.")
             tasks = _wait_for_slots(context, sizes.least, sizes.most, sizes.wait)
     if returned.failure is not None:
-        raise returned.failure.error()
+        raise returned.failure
     results: list[Any] = cloudpickle.loads(returned.results)
     return results
 
@@ -174,7 +174,7 @@ def _wait_for_slots(context: SparkContext, least: int, most: int, seconds: float
             return slots
         if waited >= seconds:
             raise _too_slow(least, seconds, f"Spark has {slots} slots")
-        time.sleep(durations.LEFT_LOOK)
+        time.sleep(durations.SPARK_LOOK)
     return most
 
 

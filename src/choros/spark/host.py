@@ -20,14 +20,14 @@ from typing import IO, Any, NoReturn, final
 import cloudpickle
 
 from choros import durations
-from choros.errors import ChorosError
+from choros.errors import ChorosError, LaunchError
 from choros.launch.agents.agent import serve_host
 from choros.launch.agents.hub import Hub
 from choros.launch.plan.arguments import Arguments
 from choros.launch.processes.process_tree import CHILD_SUBREAPER, end_children, set_option
 from choros.launch.run import run_call
 from choros.settings import VARIABLES
-from choros.spark.messages import DRIVER, JobFailure, Listening, Printed, Printings, Returned, Started
+from choros.spark.messages import DRIVER, Listening, Printed, Printings, Returned, Started
 from choros.spark.own_machine import RankCall
 from choros.spark.plan import HostTask
 from choros.topology.clusters import ClusterHost
@@ -63,14 +63,8 @@ def _end_with(stdin: IO[bytes]) -> None:
 
 
 def _end() -> NoReturn:
-    end_children(_reap)
+    end_children()
     os._exit(1)
-
-
-def _reap() -> None:
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def _answer(answers: IO[bytes], message: Any) -> None:
@@ -105,8 +99,10 @@ def _run(task: HostTask, answer: Callable[[Listening], None]) -> Returned:
                 results = run_call(call, arguments, job.sentences, job.executable)
             finally:
                 link.finish()
-    except (ChorosError, OSError) as error:
-        return Returned(b"", JobFailure.of(error))
+    except ChorosError as error:
+        return Returned(b"", error)
+    except OSError as error:
+        return Returned(b"", LaunchError(f"{type(error).__name__}: {error}"))
     return Returned(cloudpickle.dumps(results))
 
 

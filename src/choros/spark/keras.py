@@ -19,23 +19,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from pyspark.ml import Estimator
-
 from choros.spark.parameters import (
     COMMON,
     FitPlan,
-    Parameterized,
-    fit_plan,
+    RowsEstimator,
     model_parameters,
     with_parameters,
-    write_rows,
 )
 from choros.spark.rows import ParquetRows
 from choros.spark.store import local_path
 from choros.spark.transform import EstimatorModel, Predict
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    pass
 
 __all__ = ["KerasEstimator", "KerasModel"]
 
@@ -47,24 +43,10 @@ _KERAS: Mapping[str, tuple[Any, str]] = {
 
 @final
 @with_parameters(COMMON, _KERAS)
-class KerasEstimator(Estimator, Parameterized):
+class KerasEstimator(RowsEstimator):
     """Trains a Keras model on the rows of a DataFrame; its parameters have Horovod's names, see ``docs/spark.md``."""
 
     lacking = ("gradient_compression",)
-
-    def fit_on_parquet(self, rows: ParquetRows, validation: ParquetRows | None = None) -> KerasModel:
-        """Trains on rows that ``write_parquet`` has written."""
-        return self._train(fit_plan(self), rows, validation)
-
-    def _fit(self, dataset: DataFrame) -> KerasModel:
-        plan = fit_plan(self)
-        rows, held_out = write_rows(dataset, plan, self.value("validation"))
-        try:
-            return self._train(plan, rows, held_out)
-        finally:
-            rows.delete()
-            if held_out is not None:
-                held_out.delete()
 
     def _train(self, plan: FitPlan, rows: ParquetRows, held_out: ParquetRows | None) -> KerasModel:
         import keras

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from choros.errors import ChorosError, LaunchError
+from choros.errors import ChorosError
 
 #: The name with which the driver proves that it has the key.
 DRIVER = "the Spark driver"
@@ -50,30 +49,4 @@ class Returned:
     """To the task: the ranks' results, pickled by the program, which has what unpickles them, or why there are none."""
 
     results: bytes = field(repr=False)
-    failure: JobFailure | None = None
-
-
-@dataclass(frozen=True)
-class JobFailure:
-    """An error of choros', as its parts: ``WorkerFailed`` has arguments that pickle does not give it."""
-
-    kind: type[ChorosError]
-    text: str
-    values: dict[str, Any]
-
-    @classmethod
-    def of(cls, error: Exception) -> JobFailure:
-        """Takes ``error`` apart; one that is not choros' becomes a ``LaunchError``.
-
-        >>> JobFailure.of(LaunchError("no slots")).error()
-        LaunchError('no slots')
-        """
-        if isinstance(error, ChorosError):
-            return cls(type(error), str(error), dict(vars(error)))
-        return cls(LaunchError, f"{type(error).__name__}: {error}", {})
-
-    def error(self) -> ChorosError:
-        """Returns the error to raise."""
-        error = self.kind.__new__(self.kind, self.text)
-        vars(error).update(self.values)
-        return error
+    failure: ChorosError | None = None

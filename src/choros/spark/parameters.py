@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pyspark.ml import Estimator
 from pyspark.ml.param import Param, Params
 
 from choros.errors import ConfigError
@@ -164,7 +165,28 @@ def fit_plan(estimator: Parameterized) -> FitPlan:
     )
 
 
-def write_rows(df: DataFrame, plan: FitPlan, validation: Any) -> tuple[ParquetRows, ParquetRows | None]:
+class RowsEstimator(Estimator, Parameterized):
+    """An estimator that trains on rows that are written as Parquet."""
+
+    def fit_on_parquet(self, rows: ParquetRows, validation: ParquetRows | None = None) -> Any:
+        """Trains on rows that ``write_parquet`` has written; returns what ``fit`` does."""
+        return self._train(fit_plan(self), rows, validation)
+
+    def _fit(self, dataset: DataFrame) -> Any:
+        plan = fit_plan(self)
+        rows, held_out = _write_rows(dataset, plan, self.value("validation"))
+        try:
+            return self._train(plan, rows, held_out)
+        finally:
+            rows.delete()
+            if held_out is not None:
+                held_out.delete()
+
+    def _train(self, plan: FitPlan, rows: ParquetRows, held_out: ParquetRows | None) -> Any:
+        raise NotImplementedError
+
+
+def _write_rows(df: DataFrame, plan: FitPlan, validation: Any) -> tuple[ParquetRows, ParquetRows | None]:
     """Writes the rows to train on and to validate with into the store."""
     train, held_out = _split(df, validation, plan.seed)
     rows = write_parquet(train, plan.store.get_train_data_path(plan.run_id), plan.columns)

@@ -119,7 +119,7 @@ class ParquetRows:
         return tuple(np.load(_array_file(folder, self.columns.index(name)), mmap_mode="r") for name in chosen)
 
     def delete(self) -> None:
-        """Deletes the files, which nobody reads any more."""
+        """Deletes the files, which no rank reads any more."""
         from pyarrow import fs
 
         system, root = fs.FileSystem.from_uri(_for_pyarrow(self.location))

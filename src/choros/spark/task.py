@@ -100,13 +100,13 @@ class _Program:
     """The program beside a task, by its pipes."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+        assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018  (pipes)
+        self._process, self._tasks, self._answers = process, process.stdin, process.stdout
 
     def send(self, task: HostTask) -> None:
         """Sends what is to be done."""
-        assert self._process.stdin is not None  # noqa: S101  (a pipe)
-        pickle.dump(task, self._process.stdin)
-        self._process.stdin.flush()
+        pickle.dump(task, self._tasks)
+        self._tasks.flush()
 
     def listening(self) -> Listening:
         """Returns where its hub listens."""
@@ -120,14 +120,12 @@ class _Program:
 
     def leave(self) -> None:
         """Ends it by the end of its input."""
-        assert self._process.stdin is not None  # noqa: S101
-        self._process.stdin.close()
+        self._tasks.close()
         self._process.wait()
 
     def _next(self) -> Any:
-        assert self._process.stdout is not None  # noqa: S101
         try:
-            return pickle.load(self._process.stdout)  # noqa: S301  (from a process that this one has started)
+            return pickle.load(self._answers)  # noqa: S301  (from a process that this one has started)
         except EOFError:
             code = self._process.wait()
             raise LaunchError(

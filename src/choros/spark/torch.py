@@ -20,23 +20,20 @@ from typing import TYPE_CHECKING, Any, final
 
 import cloudpickle
 import numpy as np
-from pyspark.ml import Estimator
 
 from choros.errors import ConfigError
 from choros.spark.parameters import (
     COMMON,
     FitPlan,
-    Parameterized,
-    fit_plan,
+    RowsEstimator,
     model_parameters,
     with_parameters,
-    write_rows,
 )
 from choros.spark.rows import ParquetRows
 from choros.spark.transform import EstimatorModel, Predict
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    pass
 
 __all__ = ["TorchEstimator", "TorchModel"]
 
@@ -48,26 +45,12 @@ _TORCH: Mapping[str, tuple[Any, str]] = {
 
 @final
 @with_parameters(COMMON, _TORCH)
-class TorchEstimator(Estimator, Parameterized):
+class TorchEstimator(RowsEstimator):
     """Trains a module on the rows of a DataFrame; its parameters have Horovod's names, see ``docs/spark.md``. Inputs
     and labels are float32, as in Horovod.
     """
 
     lacking = ("callbacks", "sample_weight_col", "val_batch_size", "validation_steps_per_epoch")
-
-    def fit_on_parquet(self, rows: ParquetRows, validation: ParquetRows | None = None) -> TorchModel:
-        """Trains on rows that ``write_parquet`` has written."""
-        return self._train(fit_plan(self), rows, validation)
-
-    def _fit(self, dataset: DataFrame) -> TorchModel:
-        plan = fit_plan(self)
-        rows, held_out = write_rows(dataset, plan, self.value("validation"))
-        try:
-            return self._train(plan, rows, held_out)
-        finally:
-            rows.delete()
-            if held_out is not None:
-                held_out.delete()
 
     def _train(self, plan: FitPlan, rows: ParquetRows, held_out: ParquetRows | None) -> TorchModel:
         losses = self.value("loss")

@@ -24,13 +24,21 @@ from choros.launch.agents.messages import (
     StopCommand,
 )
 from choros.launch.plan.environment import without_launchers
-from choros.launch.processes.process_tree import CHILD_SUBREAPER, end_children, set_option, signal_group
+from choros.launch.processes.process_tree import (
+    CHILD_SUBREAPER,
+    end_children,
+    reap_children,
+    set_option,
+    signal_group,
+)
 from choros.topology.clusters import ClusterHost
 from choros.transport.channel import Channel, ChannelClosed, Unreachable, connect
 from choros.transport.secret import job_key
 
 #: What ends this host: the ranks on it leave in order, if the job is elastic.
 _LEAVES = (signal.SIGTERM, signal.SIGUSR1)
+#: The most bytes of a message.
+_AT_ONCE = 1 << 16
 _WRAPPER = "launch/wrapper/__main__.py"
 
 
@@ -59,7 +67,7 @@ def serve_host(
             "--commit-dir, the same command goes on from the last commit."
         ) from error
     finally:
-        end_children(_reap)
+        end_children()
     return message.code
 
 
@@ -81,12 +89,6 @@ def _connected(
                 ) from error
             said = True
             show(f"chorosrun: waiting for chorosrun on {address}, the first host of {cluster.name} …")
-
-
-def _reap() -> None:
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 @final
@@ -120,7 +122,7 @@ class _Commands:
                     process.terminate()
         while own.children():  # mpirun's daemon ends when the job goes on without this host
             time.sleep(durations.LEFT_LOOK)
-            _reap()
+            reap_children()
         self.has_left = True
         self._hub.close()
 
@@ -147,5 +149,5 @@ class _Commands:
 
     def _pass_on(self, number: int, descriptor: int, pipe: IO[bytes]) -> None:
         with pipe, suppress(ChannelClosed):
-            while data := pipe.read1():  # type: ignore[attr-defined]
+            while data := os.read(pipe.fileno(), _AT_ONCE):
                 self._hub.send(CommandOutput(number, descriptor, data))

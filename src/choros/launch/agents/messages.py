@@ -39,7 +39,7 @@ class RunCommand:
 
 @dataclass(frozen=True)
 class StopCommand:
-    """To an agent: whoever wanted command ``number`` has gone."""
+    """To an agent: the shell of command ``number`` has gone."""
 
     number: int
 

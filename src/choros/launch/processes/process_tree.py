@@ -54,7 +54,14 @@ def group_exists(group: int) -> bool:
     return True
 
 
-def end_children(reap: Callable[[], None]) -> None:
+def reap_children() -> None:
+    """Waits for this process's children that have ended, and for those that it has inherited."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def end_children(reap: Callable[[], None] = reap_children) -> None:
     """Kills this process's children, and theirs, inherited when parents die; ``reap`` waits for the ended ones."""
     for _ in range(100):  # the kernel needs a moment to reparent orphans
         try:
