@@ -85,7 +85,7 @@ def _connected(
                 raise HostUnreachable(
                     f"this is host {cluster.index} of {cluster.name}, and chorosrun on the first one could not be "
                     f"reached at {address} within {seconds:.0f} s: it must run the same command, and accept "
-                    f"connections at this port. {error}"
+                    f"connections at this port ({error.__cause__})."
                 ) from error
             said = True
             show(f"chorosrun: waiting for chorosrun on {address}, the first host of {cluster.name} …")

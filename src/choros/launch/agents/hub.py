@@ -2,11 +2,9 @@
 
 import os
 import shlex
-import shutil
 import socket
 import stat
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +30,7 @@ from choros.launch.agents.messages import (
 )
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.hosts import Host
+from choros.launch.processes.directories import SESSION, Directory, remove_owned, temporary
 from choros.topology.clusters import ClusterHost
 from choros.transport.channel import Channel, ChannelClosed
 from choros.transport.listener import Listener
@@ -72,9 +71,13 @@ class Hub:
                 f"({error}): another job may run here. MASTER_PORT, on all hosts, names another one."
             ) from error
         self.port = int(listening.getsockname()[1])
-        self._directory = Path(tempfile.mkdtemp(prefix="choros-hub-"))
+        path = temporary() / f"{SESSION}hub-{os.urandom(6).hex()}"
+        directory = Directory.acquire(path)  # if this process is killed, the next job removes it
+        if directory is None:
+            raise LaunchError(f"{path} cannot be made: set TMPDIR to a directory that can be written.")
+        self._directory = directory
         self._listener = Listener(listening, key, HUB, self._serve)
-        self._script = self._directory / "hosts.sh"
+        self._script = path / "hosts.sh"
         self._write()
         self._script.write_text(f"#!/bin/sh\nexec cat {shlex.quote(str(self._listed))}\n")
         self._script.chmod(stat.S_IRWXU)
@@ -137,11 +140,12 @@ class Hub:
         for agent in agents.values():
             with suppress(ChannelClosed):
                 agent.send(JobOver(code))
-        shutil.rmtree(self._directory, ignore_errors=True)
+        remove_owned(self._directory.path)
+        self._directory.unlock()
 
     @property
     def _listed(self) -> Path:
-        return self._directory / "hosts"
+        return self._directory.path / "hosts"
 
     def _write(self) -> None:
         with unfinished(self._listed) as path:
