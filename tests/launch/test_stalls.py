@@ -237,6 +237,23 @@ def test_who_connects_receives_the_text(tmp_path, monkeypatch):
     assert control.running_jobs(control.STACKS_OF) == {}
 
 
+def test_a_job_that_ends_while_jobs_are_looked_for_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for name in ("ends", "runs"):
+        (tmp_path / f"{SESSION}{name}").mkdir()
+    looks = os.scandir
+
+    def ends(path):
+        if str(path).endswith("ends"):
+            os.rmdir(path)
+        return looks(path)
+
+    with control.control_socket(tmp_path / f"{SESSION}runs", control.VIEW_OF):
+        monkeypatch.setattr(os, "scandir", ends)
+        assert list(control.running_jobs(control.VIEW_OF)) == [os.getpid()]
+    assert not (tmp_path / f"{SESSION}ends").exists()
+
+
 def test_a_directory_without_sockets_is_no_error(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError

@@ -74,11 +74,11 @@ def running_jobs(what: str, roots: Iterable[Path] = ()) -> dict[int, Path]:
     by default.
     """
     found = {}
-    for root in roots or (temporary(),):
-        for path in root.glob(f"{SESSION}*/{what}.*"):
-            number = path.name.removeprefix(f"{what}.")
-            with suppress(OSError):
-                if number.isdecimal() and path.parent.lstat().st_uid == path.lstat().st_uid == os.geteuid():
+    for session in [path for root in roots or (temporary(),) for path in root.glob(f"{SESSION}*")]:
+        with suppress(OSError):  # its job has ended, perhaps just now
+            for path in session.glob(f"{what}.*"):
+                number = path.name.removeprefix(f"{what}.")
+                if number.isdecimal() and session.lstat().st_uid == path.lstat().st_uid == os.geteuid():
                     os.kill(int(number), 0)
                     found[int(number)] = path
     return found
