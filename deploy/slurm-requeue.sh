@@ -15,7 +15,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:TERM@120
 
-chorosrun --min-np "${MIN_NP:-1}" --commit-dir "${COMMITS:-commits-$SLURM_JOB_ID}" "$@" &
+chorosrun --min-np "${MIN_NP:-1}" --commit-dir "${COMMITS:-commits-$SLURM_JOB_ID}" --grace-period 100 "$@" &
 job=$!
 trap 'kill -s TERM "$job"' TERM
 wait "$job"; code=$?

@@ -56,6 +56,9 @@ AGENTS_SHOWN: Final = Duration(30.0, _LAUNCHER, "for them, between two lines tha
 LEFT_LOOK: Final = Duration(
     0.2, _LAUNCHER, "on a host that leaves the job, for its ranks and mpirun's daemon to end", "it looks again"
 )
+AGENT_LOOK: Final = Duration(
+    1.0, _LAUNCHER, "for chorosrun on the first host, if it is not there yet", "it looks again"
+)
 AGENT_PROOF: Final = Duration(5.0, _LAUNCHER, "in place of ssh, for chorosrun on the first host", "the command fails")
 DISCOVERY: Final = Duration(30.0, _LAUNCHER, "for the script of --host-discovery-script", "the script counts as failed")
 HOSTS_LOOK: Final = Duration(1.0, _LAUNCHER, "between two runs of that script", "it runs again", tests_shorten=True)
@@ -171,7 +174,8 @@ WAITS_WRITTEN: Final = Duration(
 SPOT_LOOK: Final = Duration(
     5.0, _RANKS, "between two questions whether the cloud takes the machine away", "they ask again", tests_shorten=True
 )
-SPOT_ANSWER: Final = Duration(5.0, _RANKS, "for its answer", "they ask no more, with a warning")
+SPOT_FIRST: Final = Duration(150.0, _RANKS, "for its first answer", "they ask no more, with a warning")
+SPOT_ANSWER: Final = Duration(5.0, _RANKS, "for a later one", "they ask again")
 STRAGGLERS: Final = Duration(60.0, _RANKS, "without chorosrun, between two comparisons of speed", "they compare again")
 STRAGGLERS_END: Final = Duration(0.8, _RANKS, "for the others' last steps, at the end", "they compare those that came")
 ADMISSION_LOOK: Final = Duration(0.05, _RANKS, "for new ranks, and new ranks for them", "they look again")
@@ -239,7 +243,7 @@ DOCTOR_JOB: Final = Duration(60.0, _DOCTOR, "for its job of two ranks", "the job
 # choros.ray -------------------------------------------------------------------------------------
 
 RAY_CONNECT: Final = Duration(30.0, _RAY, "in a rank, for the executor", "the rank fails")
-RAY_CONNECT_ACTOR: Final = Duration(1.0, _RAY, "in a rank, for its actor", "it asks for another one")
+RAY_CONNECT_ACTOR: Final = Duration(5.0, _RAY, "in a rank, for its actor", "it asks for another one")
 RAY_MORE: Final = Duration(2.0, _RAY, "for more actors than an elastic job needs to start", "it starts without them")
 RAY_LOOK: Final = Duration(1.0, _RAY, "between two looks at actors and nodes", "it looks again")
 RAY_END: Final = Duration(20.0, _RAY, "for the ranks to end", "they are killed")

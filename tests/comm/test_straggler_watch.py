@@ -34,7 +34,8 @@ PATIENT = "from choros import durations\ndurations.ANSWER = durations.STRAGGLERS
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [by_hand, of_tf_config])
 def test_a_slow_rank_is_named_at_the_end(start: Callable[[int], list[Environ]]) -> None:
-    (code, output), *others = together([sys.executable, "-c", PATIENT + STEPS], start(3))
+    script = PATIENT + STEPS + "if rank == 1: time.sleep(1)  # rank 2 has ended before\n"
+    (code, output), *others = together([sys.executable, "-c", script], start(3))
     assert [code, *(code for code, _ in others)] == [0, 0, 0], (output, others)
     expected = (
         "slowed down by rank 1: it computes 50 % of each step longer than others do, which wait. If it computed as "

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import kubeflow_trainer_api.models as kubeflow
 import kubernetes_validate
 import pytest
@@ -17,16 +18,32 @@ from launch.pods import indexed_job, several_pods
 from launch.test_agents import TRAINS
 
 FILES = Path(__file__).parents[2] / "deploy" / "kubernetes"
-#: Of the MPI operator's published schema, the fields of a job and of its roles.
-MPI_JOB = {
-    *("launcherCreationPolicy", "mpiImplementation", "mpiReplicaSpecs", "runLauncherAsWorker", "runPolicy"),
-    *("slotsPerWorker", "sshAuthMountPath"),
-}
-MPI_ROLE = {"replicas", "restartPolicy", "template"}
-MPI_POLICY = {
-    *("activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy", "managedBy", "schedulingPolicy", "suspend"),
-    "ttlSecondsAfterFinished",
-}
+
+
+def fields(required=(), /, **properties):
+    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
+
+
+NUMBER, TEXT = {"type": "integer", "minimum": 0}, {"type": "string", "minLength": 1}
+#: The MPI operator's published schema of a job, v2beta1, but for the pods, whose schema is that of Kubernetes.
+MPI_ROLE = fields(replicas=NUMBER, restartPolicy={"enum": ["Never", "OnFailure"]}, template=fields(spec={}))
+MPI_JOB = fields(
+    ("mpiReplicaSpecs",),
+    launcherCreationPolicy={"enum": ["AtStartup", "WaitForWorkersReady"]},
+    mpiImplementation={"enum": ["OpenMPI", "Intel", "MPICH"]},
+    mpiReplicaSpecs=fields(("Launcher",), Launcher=MPI_ROLE, Worker=MPI_ROLE),
+    runLauncherAsWorker={"type": "boolean"},
+    runPolicy=fields(
+        activeDeadlineSeconds=NUMBER,
+        backoffLimit=NUMBER,
+        cleanPodPolicy={"enum": ["None", "Running", "All"]},
+        managedBy=TEXT,
+        suspend={"type": "boolean"},
+        ttlSecondsAfterFinished=NUMBER,
+    ),
+    slotsPerWorker=NUMBER,
+    sshAuthMountPath=TEXT,
+)
 
 
 def printed(*arguments):
@@ -48,9 +65,9 @@ def jobs():
 def test_documents_of_kubernetes_itself_are_valid(kind, job):
     found = documents(kind, job, "00" * 16)
     own = [each for each in found if "kubeflow" not in each["apiVersion"] and "trainer" not in each["apiVersion"]]
-    pods = [role["template"]["spec"] for each in found if kind == "mpijob" for role in roles(each).values()]
+    pods = [role["template"]["spec"] for role in roles(found[-1]).values()] if kind == "mpijob" else []
     if kind == "trainjob":
-        (node,) = found[1]["spec"]["template"]["spec"]["replicatedJobs"]
+        (node,) = found[-2]["spec"]["template"]["spec"]["replicatedJobs"]
         pods.append(node["template"]["spec"]["template"]["spec"])
     own += [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec} for spec in pods]
     assert own
@@ -64,17 +81,17 @@ def roles(document):
 
 @pytest.mark.parametrize("job", jobs(), ids=lambda job: job.name)
 def test_documents_of_kubeflow_are_valid(job):
-    _, runtime, train = documents("trainjob", job, "00" * 16)
+    *_, runtime, train = documents("trainjob", job, "00" * 16)
     for model, document in (
         (kubeflow.TrainerV1alpha1ClusterTrainingRuntime, runtime),
         (kubeflow.TrainerV1alpha1TrainJob, train),
     ):
         assert_kept(document, model.from_dict(document).to_dict())
-    (mpi,) = documents("mpijob", job, "")
-    assert set(mpi["spec"]) <= MPI_JOB
-    assert set(mpi["spec"]["runPolicy"]) <= MPI_POLICY
-    assert set(roles(mpi)) == {"Launcher", "Worker"}
-    assert all(set(role) <= MPI_ROLE for role in roles(mpi).values())
+    _, mpi = documents("mpijob", job, "")
+    jsonschema.validate(mpi["spec"], MPI_JOB)
+    mpi["spec"]["slotsPerWorker"] = "1"
+    with pytest.raises(jsonschema.ValidationError, match="is not of type 'integer'"):
+        jsonschema.validate(mpi["spec"], MPI_JOB)
 
 
 def assert_kept(given, kept, where=""):
@@ -98,6 +115,8 @@ def test_the_files_are_what_the_command_prints(kind):
     text = (FILES / f"{kind}.yaml").read_text()
     assert text == key.sub("key: REPLACE  # by 64 hexadecimal digits\n", out)
     assert len(key.findall(out)) == (0 if kind == "mpijob" else 1)
+    policy = next(each for each in yaml.safe_load_all(out) if each["kind"] == "NetworkPolicy")
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": policy["spec"]["podSelector"]}]}]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ NOT_PARSED = {
     "pip": "likewise",
     "cat": "test_quickstart runs it",
     "export": "sets a variable",
+    "umask": "says who may read new files",
     "for": "a loop around a command that is on the page, too",
     "python": "what starts ranks without chorosrun: tests/topology",
     "ssh": "needs another host",

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from harness import needs
+from launch.launched import run
 from warm.servers import warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs("torch"), needs("keras")]
@@ -28,7 +29,8 @@ class Dies(keras.callbacks.Callback):
     steps = 0
     def on_train_batch_begin(self, batch, logs=None):
         self.steps += 1
-        if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], self.steps) == ("1", "0", 20):
+        start = os.environ.get("START") or os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if (os.environ.get("RANK", "1"), start, self.steps) == ("1", "0", 20):
             os.kill(os.getpid(), signal.SIGKILL)
 
 keras.utils.set_random_seed(1)
@@ -69,3 +71,15 @@ def test_torchrun_starts_a_job_again_from_its_last_commit(steps, after, tmp_path
     # Two ranks write to one terminal: their lines may run into each other.
     assert re.findall(r"wrong=.*? epochs=\d+", ended.stdout) == [f"wrong=[] epochs={epochs}"] * 2
     assert re.search(rf"training goes on (after epoch {after}|in epoch {after + 1}), from the commit in", ended.stderr)
+
+
+def test_a_job_of_one_rank_goes_on_from_its_last_commit(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    given = ("-np", 1, "--commit-dir", tmp_path / "commits", *warm_python("torch"), script)
+    env = {"KERAS_BACKEND": "torch", "STEPS": "0"}
+    killed = run(*given, env={**env, "START": "0"})
+    assert killed.code == 137
+    ended = run(*given, env={**env, "START": "1"})
+    assert (ended.code, ended.out) == (0, "wrong=[] epochs=2\n")
+    assert "training goes on after epoch 1, from the commit in" in ended.err

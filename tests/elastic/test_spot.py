@@ -15,11 +15,17 @@ from harness import needs
 from launch.launched import rank_script, run
 from launch.test_agents import TRAINS
 
-AZURE = {"Events": [{"EventType": "Freeze"}, {"EventType": "Preempt"}]}
+AZURE = {
+    "Events": [
+        {"EventType": "Freeze", "Resources": ["vm-1"]},
+        {"EventType": "Preempt", "Resources": ["vm-2"]},
+        {"EventType": "Preempt", "Resources": ["vm-2", "vm-1"]},
+    ]
+}
 #: By cloud: how it is asked; what it answers while it takes no machine away, and when it does.
 CLOUDS = {
     "aws": ("X-aws-ec2-metadata-token", (404, ""), (200, '{"action": "terminate"}')),
-    "azure": ("Metadata", (200, json.dumps({"Events": AZURE["Events"][:1]})), (200, json.dumps(AZURE))),
+    "azure": ("Metadata", (200, json.dumps({"Events": AZURE["Events"][:2]})), (200, json.dumps(AZURE))),
     "gcp": ("Metadata-Flavor", (200, "FALSE"), (200, "TRUE")),
 }
 PATHS = {
@@ -40,9 +46,16 @@ def served(cloud, is_taken):
             self.answer(200, "token")
 
         def do_GET(self):
+            if self.path == "/metadata/instance/compute/name?api-version=2021-02-01&format=text":
+                assert self.headers["Metadata"] == "true"
+                self.answer(200, "vm-1")
+                return
             assert self.path == PATHS[cloud]
             assert self.headers[header] in ("token", "true", "Google")
-            self.answer(*(yes if is_taken() else no))
+            try:
+                self.answer(*(yes if is_taken() else no))
+            except ConnectionAbortedError:
+                self.close_connection = True
 
         def answer(self, code, text):
             self.send_response(code)
@@ -67,14 +80,16 @@ def test_a_notice_of_each_cloud_becomes_a_signal(cloud, monkeypatch):
 
     def is_taken():
         questions.append(1)
-        return len(questions) == 3
+        if len(questions) == 2:
+            raise ConnectionAbortedError  # an answer that breaks off
+        return len(questions) == 4
 
     monkeypatch.setattr(spot.os, "kill", lambda _, number: signals.append(number))
     monkeypatch.setattr(spot.durations, "SPOT_LOOK", 0.01)
     with served(cloud, is_taken) as address:
         monkeypatch.setitem(spot.ADDRESSES, cloud, address)
         spot._watch(cloud)
-    assert (len(questions), signals) == (3, [signal.SIGTERM])
+    assert (len(questions), signals) == (4, [signal.SIGTERM])
 
 
 def test_a_machine_without_that_cloud_says_so_once(monkeypatch, caplog):

@@ -60,6 +60,7 @@ TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+SchedulerParameters=bf_interval=1
 MpiDefault=none
 ReturnToService=2
 KillWait=5

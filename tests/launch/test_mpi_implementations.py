@@ -74,7 +74,18 @@ def test_a_missing_mpirun_is_an_error():
 def test_accelerators_of_nvidia(tmp_path):
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / "gpus" / name).mkdir(parents=True)
-    assert count_accelerators(tmp_path / "gpus", tmp_path / "none") == 2
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert count_accelerators(tmp_path / "gpus", tmp_path / "none", tmp_path) == 2
+
+
+def test_accelerators_of_a_container_are_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    for number in range(8):
+        (tmp_path / "gpus" / str(number)).mkdir(parents=True)
+    assert count_accelerators(tmp_path / "gpus", tmp_path / "none", tmp_path) == 0
+    (tmp_path / "nvidia5").touch()
+    assert count_accelerators(tmp_path / "gpus", tmp_path / "none", tmp_path) == 1
 
 
 def test_accelerators_of_amd(tmp_path, monkeypatch):

@@ -267,6 +267,24 @@ def test_srun_of_a_rank_that_raises(slurm, tmp_path):
 
 
 @pytest.mark.program
+@pytest.mark.parametrize("step", [("srun",), ("salloc", "srun", "--het-group=0,1")], ids=["srun", "salloc"])
+def test_components_of_a_heterogeneous_allocation_are_one_job(slurm, tmp_path, step):
+    script, (first, *rest) = script_of(tmp_path, SHOW_RANK), step
+    parts = ("--quiet", "-N", "1", "-n", "1", ":", "-N", "1", "-n", "2")
+    ended = slurm.run(first, *parts, *rest, "python", script, cwd=tmp_path, env=SHELL)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert sorted(ended.stdout.splitlines()) == ["0 3 0 n1", "1 3 0 n2", "2 3 1 n2"]
+
+
+@pytest.mark.program
+def test_chorosrun_in_a_heterogeneous_allocation_says_how_to_start(slurm, tmp_path):
+    parts = ("--quiet", "-N", "1", "-n", "1", ":", "-N", "1", "-n", "2")
+    ended = slurm.run("salloc", *parts, "chorosrun", "python", "-c", "pass", cwd=tmp_path, env=SHELL)
+    assert ended.returncode == 2
+    assert "as tasks of srun --het-group=0,1" in ended.stderr
+
+
+@pytest.mark.program
 def test_srun_with_pmix(slurm, tmp_path):
     script = script_of(tmp_path, SHOW_RANK)
     ended = srun(slurm, tmp_path, "-n", "4", "--mpi=pmix", "python", script)

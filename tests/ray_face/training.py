@@ -31,11 +31,11 @@ def count_rows(epochs: int, folder: str = "", until: int = 0) -> dict[str, objec
 
         def __init__(self):
             super().__init__()
-            self.steps, self.fewest = 0, started
+            self.steps, self.fewest, self.most = 0, started, started
 
         def on_train_batch_begin(self, batch, logs=None):
             self.steps += 1
-            self.fewest = min(self.fewest, hvd.size())
+            self.fewest, self.most = min(self.fewest, hvd.size()), max(self.most, hvd.size())
             if folder:
                 time.sleep(0.03)
                 if self.steps == 8 and hvd.rank() == 0:
@@ -45,7 +45,7 @@ def count_rows(epochs: int, folder: str = "", until: int = 0) -> dict[str, objec
             if folder and hvd.rank() == 0:
                 with Path(folder, "sizes").open("a") as file:
                     file.write(f"{hvd.size()}\n")
-            is_whole = not until or hvd.size() == until > self.fewest
+            is_whole = not until or (hvd.size() == until and (self.fewest, self.most) != (until, until))
             self.model.stop_training = epoch + 1 >= epochs and is_whole
 
     strategy = dist.MultiWorkerMirroredStrategy()

@@ -85,6 +85,103 @@ def with_torch(df, x, y, store):
     )
 
 
+def two_outputs(session, x, y):
+    """A DataFrame with two labels, the rows' weights, and which rows are for validation; its arrays."""
+    from pyspark.ml.linalg import Vectors
+
+    random = np.random.default_rng(9)
+    total, weight, held = x.sum(axis=1), random.uniform(0.5, 1.5, len(x)), random.uniform(size=len(x)) < 0.2
+    columns = zip(x.tolist(), y.tolist(), total.tolist(), weight.tolist(), held.tolist(), strict=True)
+    rows = [(Vectors.dense(row), *rest) for row, *rest in columns]
+    names = ["features", "label", "total", "weight", "held"]
+    return session.createDataFrame(rows, names).coalesce(1), total, weight, held
+
+
+def keras_with_two_outputs(session, x, y, store):
+    """How far the estimator's weights, and its loss on the rows for validation, are from plain Keras'."""
+    import keras
+
+    from choros.spark.keras import KerasEstimator
+
+    def built():
+        keras.utils.set_random_seed(4)
+        inputs = keras.layers.Input((64,))
+        hidden = keras.layers.Dense(12, activation="tanh")(inputs)
+        return keras.Model(
+            inputs, [keras.layers.Dense(10, activation="softmax")(hidden), keras.layers.Dense(1)(hidden)]
+        )
+
+    df, total, weight, held = two_outputs(session, x, y)
+    terms = {"loss": ["sparse_categorical_crossentropy", "mse"], "loss_weights": [1.0, 0.01]}
+    trained = KerasEstimator(
+        num_proc=RANKS, store=store, model=built(), optimizer=keras.optimizers.SGD(0.02), **terms, shuffle=False,
+        feature_cols=["features"], label_cols=["label", "total"], sample_weight_col="weight", validation="held",
+        batch_size=BATCH, epochs=EPOCHS, verbose=0,
+    ).fit(df)  # fmt: skip
+    plain = built()
+    plain.compile(keras.optimizers.SGD(0.02 * RANKS), **terms)
+    kept, asked = ((x[mask], (y[mask], total[mask]), weight[mask]) for mask in (~held, held))
+    plain.fit(
+        kept[0], kept[1], sample_weight=kept[2], validation_data=asked, validation_batch_size=BATCH * RANKS,
+        batch_size=BATCH * RANKS, epochs=EPOCHS, shuffle=False, verbose=0,
+    )  # fmt: skip
+    pairs = zip(trained.keras().get_weights(), plain.get_weights(), strict=True)
+    losses = zip(trained.getHistory()["val_loss"], plain.history.history["val_loss"], strict=True)
+    return [float(abs(own - other).max()) for own, other in pairs], [abs(own - other) for own, other in losses]
+
+
+def torch_with_two_outputs(session, x, y, store):
+    """The same for PyTorch, whose estimator has no weights of rows."""
+    import torch
+
+    from choros.spark.torch import TorchEstimator
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.label, self.total = (torch.nn.Linear(*size) for size in ((64, 12), (12, 10), (12, 1)))
+
+        def forward(self, features):
+            hidden = torch.tanh(self.hidden(features))
+            return self.label(hidden), self.total(hidden)
+
+    def built():
+        torch.manual_seed(4)
+        return Net()
+
+    def entropy(output, label):
+        return torch.nn.functional.cross_entropy(output, label.long().reshape(-1))
+
+    def squares(output, label):
+        return torch.nn.functional.mse_loss(output, label.reshape(-1, 1))
+
+    df, total, _, held = two_outputs(session, x, y)
+    model = built()
+    trained = TorchEstimator(
+        num_proc=RANKS, store=store, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.02), shuffle=False,
+        loss=[entropy, squares], loss_weights=[1.0, 0.01], feature_cols=["features"], label_cols=["label", "total"],
+        validation="held", batch_size=BATCH, epochs=EPOCHS, verbose=0,
+    ).fit(df)  # fmt: skip
+    plain = built()
+    optimizer = torch.optim.SGD(plain.parameters(), 0.02 * RANKS)
+    inputs, labels, totals = (torch.from_numpy(each.astype("float32")) for each in (x, y, total))
+
+    def loss(chosen):
+        outputs = plain(inputs[chosen])
+        return entropy(outputs[0], labels[chosen]) + 0.01 * squares(outputs[1], totals[chosen])
+
+    asked, losses = np.flatnonzero(held), []
+    for epoch in trained.getHistory():
+        kept = np.flatnonzero(~held)
+        for first in range(0, len(kept), BATCH * RANKS):
+            optimizer.zero_grad()
+            loss(kept[first : first + BATCH * RANKS]).backward()
+            optimizer.step()
+        losses.append(abs(float(loss(asked)) - epoch["validation"]["loss"]))
+    pairs = zip(trained.getModel().parameters(), plain.parameters(), strict=True)
+    return [float((own - other).abs().max()) for own, other in pairs], losses
+
+
 def main() -> None:
     """Trains, and prints what differs."""
     which, directory = sys.argv[1], Path(sys.argv[2])
@@ -95,6 +192,7 @@ def main() -> None:
         trained, found, plain, losses, expected = {"keras": with_keras, "torch": with_torch}[which](df, x, y, store)
         rows = trained.transform(df).collect()
         predicted = np.array([row.probabilities.toArray() for row in rows])
+        two = {"keras": keras_with_two_outputs, "torch": torch_with_two_outputs}[which](spark.session, x, y, store)
         left = [" ".join(each.cmdline()) for each in spark.ranks()]
     pairs = list(zip(found, plain, strict=True))
     print(
@@ -103,6 +201,8 @@ def main() -> None:
                 "difference": max(float(abs(own - other).max()) for own, other in pairs),
                 "predictions": float(abs(predicted - expected).max()),
                 "losses": losses,
+                "two outputs": max(two[0]),
+                "validation": max(two[1]),
                 "left": left,
                 "files": [str(path) for path in (directory / "store").iterdir()],
             }

@@ -22,6 +22,8 @@ def test_an_estimator_trains_as_one_process_does(which, tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["difference"] < 1e-5, found
     assert found["predictions"] < 1e-5, found
+    assert found["two outputs"] < 1e-5, found
+    assert found["validation"] < 1e-4, found
     assert found["losses"][-1] < found["losses"][0]
     assert found["left"] == [], found
     assert np.isfinite(found["losses"]).all()

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, final
 
@@ -151,7 +150,7 @@ class StragglerWatch:
             return
         answer_of(lambda: self._send("last steps"))
         if self._rank == 0:
-            answer_of(lambda: self._store.wait(self._keys("last steps"), timedelta(seconds=durations.STRAGGLERS_END)))
+            answer_of(self._wait_for_last_steps)
             self._compare("last steps")
             for line in last_lines(self._stragglers, self._began, time.time(), verdict=current().verdict):
                 _log.warning("%s", line)
@@ -163,6 +162,12 @@ class StragglerWatch:
                 sentence = self._compare("steps")
                 if sentence:
                     _log.warning("%s.", sentence)
+
+    def _wait_for_last_steps(self) -> None:
+        """Not by the store's own wait, which ends when a rank does: the others' last steps may come after that."""
+        end = time.monotonic() + durations.STRAGGLERS_END
+        while None in self._store.get_all(self._keys("last steps")) and time.monotonic() < end:
+            time.sleep(durations.STORE_LOOK)
 
     def _keys(self, name: str) -> list[str]:
         return [f"{name} {rank}" for rank in range(len(self._read))]

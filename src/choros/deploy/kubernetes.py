@@ -24,8 +24,11 @@ Document = dict[str, Any]
 _COMMITS, _KEY = "/commits", "key"
 #: A user without rights, whom the container's image has.
 _USER = 1000
-#: How long pods that are deleted may take to commit.
-_TERMINATION = 120
+#: How many seconds ranks that are asked to end may take to commit, and their pods to end after that.
+_COMMITTING, _ENDING = 100, 20
+#: What chorosrun ends with if the job can go on: a host or too many ranks were lost, or pods deleted. Any other code
+#: ends the job, and the pods' logs stay.
+_GOES_ON = [68, 69, 75, 137, 143]
 _RUNTIME = "choros-distributed"
 
 
@@ -64,7 +67,7 @@ class PodJob:
     def argv(self, *flags: str) -> list[str]:
         """The command of a pod, with further flags of chorosrun."""
         elastic = [] if self.least is None else ["--min-np", str(self.least)]
-        commits = ["--commit-dir", _COMMITS] if self.claim else []
+        commits = ["--commit-dir", _COMMITS, "--grace-period", str(_COMMITTING)] if self.claim else []
         return ["chorosrun", *flags, "-np", str(self.ranks), *elastic, *commits, *self.command]
 
 
@@ -75,14 +78,8 @@ def documents(kind: str, job: PodJob, secret: str) -> list[Document]:
 
 def _indexed_job(job: PodJob, secret: str) -> list[Document]:
     labels = {"app": job.name}
-    template = {
-        "metadata": {"labels": labels},
-        "spec": {
-            "subdomain": job.name,
-            "restartPolicy": "OnFailure",
-            **_pod_spec(job, "train", job.argv()),
-        },
-    }
+    spec = {"subdomain": job.name, "restartPolicy": "Never", **_pod_spec(job, "train", job.argv())}
+    spec["containers"][0] |= {"env": [_key_variable(job)]}
     return [
         _key_of(job, secret),
         {
@@ -92,17 +89,7 @@ def _indexed_job(job: PodJob, secret: str) -> list[Document]:
             # Pods look for the first one before they are ready.
             "spec": {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True},
         },
-        {
-            "apiVersion": "networking.k8s.io/v1",
-            "kind": "NetworkPolicy",
-            "metadata": {"name": job.name},
-            # mpirun and ranks listen for one another, and believe who reaches their ports.
-            "spec": {
-                "podSelector": {"matchLabels": labels},
-                "policyTypes": ["Ingress"],
-                "ingress": [{"from": [{"podSelector": {"matchLabels": labels}}]}],
-            },
-        },
+        _only_own_pods(job, labels),
         {
             "apiVersion": "batch/v1",
             "kind": "Job",
@@ -112,32 +99,61 @@ def _indexed_job(job: PodJob, secret: str) -> list[Document]:
                 "completions": job.pods,
                 "parallelism": job.pods,
                 "backoffLimit": 4 * job.pods,  # the pods of a job fail together
-                "successPolicy": {"rules": [{"succeededIndexes": "0"}]},  # its exit code is the job's
-                "template": template,
+                **_policies(),
+                "template": {"metadata": {"labels": labels}, "spec": spec},
             },
         },
     ]
 
 
+def _policies() -> Document:
+    """What the ends of pods mean: the exit code of the first one is the job's."""
+    disrupted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    failed = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": _GOES_ON}}
+    return {
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+        "podFailurePolicy": {"rules": [disrupted, failed]},
+    }
+
+
+def _only_own_pods(job: PodJob, labels: Mapping[str, str]) -> Document:
+    """mpirun and ranks listen for one another, and believe who reaches their ports."""
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": job.name},
+        "spec": {
+            "podSelector": {"matchLabels": dict(labels)},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": {"matchLabels": dict(labels)}}]}],
+        },
+    }
+
+
 def _train_job(job: PodJob, secret: str) -> list[Document]:
-    pod = {"template": {"spec": _pod_spec(job, "node", None)}}
+    pods = {"spec": {"restartPolicy": "Never", **_pod_spec(job, "node", None)}}
     labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    node = {"name": "node", "template": {"metadata": {"labels": labels}, "spec": pod}}
+    of_any_size = {"backoffLimit": 1000, **_policies(), "template": pods}
+    node = {"name": "node", "template": {"metadata": {"labels": labels}, "spec": of_any_size}}
+    runtime = f"{_RUNTIME}-{job.claim}" if job.claim else _RUNTIME  # the same for all jobs of a claim
     trainer: Document = {
         "numNodes": job.pods,
         "numProcPerNode": job.gpus or 1,
         "image": job.image,
         "command": job.argv()[:1],
         "args": job.argv()[1:],
+        "env": [_key_variable(job)],
     }
     if job.gpus:
-        trainer["resourcesPerNode"] = {"limits": {"nvidia.com/gpu": job.gpus}}
+        devices = {"nvidia.com/gpu": job.gpus}
+        trainer["resourcesPerNode"] = {"requests": devices, "limits": dict(devices)}
     return [
         _key_of(job, secret),
+        _only_own_pods(job, {"jobset.sigs.k8s.io/jobset-name": job.name}),
         {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "ClusterTrainingRuntime",
-            "metadata": {"name": _RUNTIME},
+            "metadata": {"name": runtime},
             "spec": {
                 "mlPolicy": {"numNodes": 1, "torch": {}},  # sets the variables PET_…
                 "template": {"spec": {"replicatedJobs": [node]}},
@@ -147,7 +163,7 @@ def _train_job(job: PodJob, secret: str) -> list[Document]:
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainJob",
             "metadata": {"name": job.name},
-            "spec": {"runtimeRef": {"name": _RUNTIME}, "trainer": trainer},
+            "spec": {"runtimeRef": {"name": runtime}, "trainer": trainer},
         },
     ]
 
@@ -155,12 +171,16 @@ def _train_job(job: PodJob, secret: str) -> list[Document]:
 def _mpi_job(job: PodJob, secret: str) -> list[Document]:
     del secret  # the operator gives the pods keys for ssh
     server = ["/usr/sbin/sshd", "-De", "-f", "/home/choros/.sshd_config"]
-    launcher = _pod_spec(job, "launcher", job.argv("--hostfile", "/etc/mpi/hostfile"), with_key=False, with_gpus=False)
+    slots = str(job.gpus or 1)
+    hosts = ["--hostfile", "/etc/mpi/hostfile"]
+    if job.least is not None:  # pods that come and go
+        hosts = ["--host-discovery-script", "/etc/mpi/discover_hosts.sh", "--slots", slots]
     replicas = {
-        "Launcher": (1, launcher),
-        "Worker": (job.pods, _pod_spec(job, "worker", server, with_key=False)),
+        "Launcher": (1, _pod_spec(job, "launcher", job.argv(*hosts), with_gpus=False)),
+        "Worker": (job.pods, _pod_spec(job, "worker", server)),
     }
     return [
+        _only_own_pods(job, {"training.kubeflow.org/job-name": job.name}),
         {
             "apiVersion": "kubeflow.org/v2beta1",
             "kind": "MPIJob",
@@ -176,7 +196,7 @@ def _mpi_job(job: PodJob, secret: str) -> list[Document]:
                     for role, (count, spec) in replicas.items()
                 },
             },
-        }
+        },
     ]
 
 
@@ -185,29 +205,30 @@ def _key_of(job: PodJob, secret: str) -> Document:
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {"name": f"{job.name}-key"},
+        "immutable": True,  # pods that come later must have the key of the others
         "stringData": {_KEY: secret},
     }
 
 
-def _pod_spec(
-    job: PodJob, container: str, command: Sequence[str] | None, *, with_key: bool = True, with_gpus: bool = True
-) -> Document:
+def _key_variable(job: PodJob) -> Document:
+    source = {"secretKeyRef": {"name": f"{job.name}-key", "key": _KEY}}
+    return {"name": VARIABLES["secret"].name, "valueFrom": source}
+
+
+def _pod_spec(job: PodJob, container: str, command: Sequence[str] | None, *, with_gpus: bool = True) -> Document:
     """A pod of one container; ``None`` for a command that the job gives."""
     memory: Mapping[str, Any] = {"emptyDir": {"medium": "Memory"}}
     volumes = [("memory", str(SHARED_MEMORY), memory)]
     if job.claim:
         volumes.append(("commits", _COMMITS, {"persistentVolumeClaim": {"claimName": job.claim}}))
-    image: Document = {"name": container, "image": job.image}
+    image: Document = {"name": container, "image": "choros"}  # the job has the image of a runtime
     if command is not None:
-        image["command"] = list(command)
-    if with_key:
-        source = {"secretKeyRef": {"name": f"{job.name}-key", "key": _KEY}}
-        image["env"] = [{"name": VARIABLES["secret"].name, "valueFrom": source}]
-    if job.gpus and with_gpus:
+        image |= {"image": job.image, "command": list(command)}
+    if job.gpus and with_gpus and command is not None:
         image["resources"] = {"limits": {"nvidia.com/gpu": job.gpus}}
     image["volumeMounts"] = [{"name": name, "mountPath": path} for name, path, _ in volumes]
     return {
-        "terminationGracePeriodSeconds": _TERMINATION,  # SIGTERM: ranks commit
+        "terminationGracePeriodSeconds": _COMMITTING + _ENDING,  # SIGTERM: ranks commit
         "securityContext": {"runAsUser": _USER, "runAsNonRoot": True, "fsGroup": _USER},
         "containers": [image],
         "volumes": [{"name": name, **source} for name, _, source in volumes],

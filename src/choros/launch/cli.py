@@ -95,7 +95,7 @@ def _launch_in(cluster: ClusterHost, command: tuple[str, ...], arguments: Argume
         return serve_host(cluster, slots, seconds, os.environ, show)
     hub, code = Hub(cluster, slots, os.environ), 128 + signal.SIGTERM
     try:
-        hub.wait(arguments.num_proc, arguments.min_num_proc, seconds, show)
+        hub.wait(arguments.processes, arguments.min_num_proc, seconds, show)
         code = _launch(command, hub.named(arguments))
     except ChorosError as error:
         code = error.exit_code

@@ -36,14 +36,14 @@ def rooms(nodes: Iterable[Mapping[str, Any]], needs: Mapping[str, float]) -> dic
     """Returns for how many workers, which need ``needs``, each of Ray's ``nodes`` has room; only those that have any.
 
     >>> nodes = [{"alive": True, "NodeManagerAddress": "a", "Resources": {"CPU": 4, "GPU": 2}}]
-    >>> rooms(nodes, {"CPU": 1, "GPU": 0}), rooms(nodes, {"CPU": 1, "GPU": 1}), rooms(nodes, {"CPU": 8, "GPU": 0})
-    ({'a': 4}, {'a': 2}, {})
+    >>> [rooms(nodes, {"CPU": cpus, "GPU": gpus}) for cpus, gpus in ((1, 0), (1, 1), (8, 0), (0.2, 0))]
+    [{'a': 4}, {'a': 2}, {}, {'a': 20}]
     """
     found: dict[str, int] = {}
     for node in nodes:
         if node.get("alive", node.get("Alive")):
             has = node["Resources"]
-            slots = min(int(has.get(name, 0) // need) for name, need in needs.items() if need)
+            slots = min(int(has.get(name, 0) / need + 1e-9) for name, need in needs.items() if need)
             found[node["NodeManagerAddress"]] = found.get(node["NodeManagerAddress"], 0) + slots
     return {host: slots for host, slots in found.items() if slots}
 

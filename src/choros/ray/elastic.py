@@ -1,18 +1,21 @@
 """Elastic jobs: each ``run`` is one, on the actors that there are; lost ranks are replaced when Ray has new actors."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, final
 
 import ray
 
-from choros.errors import UnsupportedError
+from choros import durations
+from choros.errors import EngineError, UnsupportedError
 from choros.launch.run import pack
+from choros.ray.discovery import rooms
 from choros.ray.job import RayJob, in_order, new_secret, number
 from choros.ray.messages import RaySettings
 from choros.ray.pool import ActorPool
 from choros.ray.rank import run_tied
-from choros.ray.registry import ActorRegistry, ReadyActor
+from choros.ray.registry import ActorRegistry
 from choros.transport.address import this_host
 
 
@@ -54,14 +57,16 @@ class ElasticAdapter:
         registry.callbacks = callbacks
         job = None
         try:
-            machines = in_order(_of(registry), this_host())
+            machines = in_order(registry.actors, this_host())
             ordered = number(machines, use_gpu=self._worker["GPU"] > 0)[: self._most]
             most = max(len(ordered), pool.most)
-            slots = [len(each) for each in machines]
-            slots[-1] += most - len(ordered)
             packed = pack(partial(call_with_new, function, self._create))
             given = {**self._given(len(ordered), most), "env": self._env}
-            job = RayJob(self._secret, machines, slots, partial(run_tied, registry.address, packed), given)
+            call = partial(run_tied, registry.address, packed)
+            job = RayJob(self._secret, machines, most, call, given, grows=registry.is_reachable)
+            while not job.has_ended(durations.RAY_LOOK):
+                with suppress(EngineError):  # it ends just now
+                    job.follow(registry)
             return job.result()
         finally:
             if job is not None:
@@ -88,11 +93,12 @@ class ElasticAdapter:
     def _fill(self) -> tuple[ActorRegistry, ActorPool]:
         if self._pool is None or self._registry is None:
             self._secret = new_secret()
-            addresses = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-            own = ray.util.get_node_ip_address()
-            self._registry = ActorRegistry(self._secret, None if addresses == {own} else own)
+            own, room = ray.util.get_node_ip_address(), rooms(ray.nodes(), self._worker)
+            free = {"alive": True, "NodeManagerAddress": own, "Resources": ray.available_resources()}
+            is_enough = set(room) == {own} and (self._most or 0) <= rooms([free], self._worker).get(own, 0)
+            self._registry = ActorRegistry(self._secret, None if is_enough else own, self._timeout)
             self._pool = ActorPool(self._registry, self._secret, self._worker, self._most, self._discovery)
-            self._pool.wait(self._least, self._timeout)
+        self._pool.wait(self._least, self._timeout)
         return self._registry, self._pool
 
     def _given(self, count: int, most: int) -> dict[str, Any]:
@@ -110,14 +116,3 @@ class ElasticAdapter:
 def call_with_new(function: Callable[[Any], Any], create: Callable[[], Any] | None, _subject: Any) -> Any:
     """Calls ``function`` with a new object."""
     return function(None if create is None else create())
-
-
-def _of(registry: ActorRegistry) -> list[ReadyActor]:
-    found: list[ReadyActor] = []
-
-    def note(actors: Sequence[ReadyActor]) -> bool:
-        found[:] = actors
-        return True
-
-    registry.wait(note, 0)
-    return found

@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import ray
 
+from choros import durations
 from choros.ray.elastic import ElasticAdapter
 from choros.ray.messages import RaySettings
 from choros.ray.static import StaticAdapter
@@ -140,12 +142,17 @@ class RayExecutor:
         """Starts the actors and, if the job is not elastic, its ranks, each with an object of ``executable_cls``, which
         calls of ``execute`` get. ``TimeoutError``: Ray had no room for the actors in time.
         """
+        self.shutdown()
         create = None
         if executable_cls is not None:
             create = partial(executable_cls, *(executable_args or ()), **(executable_kwargs or {}))
         self._is_remote = ray.util.client.ray.is_connected()
         self.adapter = self._make(remote=self._is_remote)
-        self._call("start", create, _texts(extra_env_vars))
+        try:
+            self._call("start", create, _texts(extra_env_vars))
+        except BaseException:
+            self.shutdown()
+            raise
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
         """Returns what ``fn`` returns on each rank, in order; it gets the rank's object of ``executable_cls``."""
@@ -184,10 +191,13 @@ class RayExecutor:
         """Ends ranks and actors, and gives their resources back to Ray."""
         if self.adapter is None:
             return
-        self._call("shutdown")
-        if self._is_remote:
-            ray.kill(self.adapter)
-        self.adapter = None
+        adapter, self.adapter = self.adapter, None
+        if not self._is_remote:
+            adapter.shutdown()
+            return
+        ray.wait([adapter.shutdown.remote()], timeout=durations.RAY_END)  # it may wait for a call that does not end
+        with suppress(Exception):  # what the adapter has made ends with it
+            ray.kill(adapter)
 
     def _call(self, name: str, *args: Any) -> Any:
         if self.adapter is None:
@@ -220,6 +230,8 @@ def resources_of(cpus: float, gpus: float | None, *, use_gpu: bool) -> dict[str,
         raise ValueError(
             "gpus_per_worker is set, but use_gpu is False. use_gpu must be True if gpus_per_worker is set."
         )
+    if cpus <= 0:
+        raise ValueError(f"cpus_per_worker must be > 0: Got {cpus}.")
     if use_gpu and gpus is not None and gpus < 1:
         raise ValueError(f"gpus_per_worker must be >= 1: Got {gpus}.")
     return {"CPU": cpus, "GPU": (gpus or 1) if use_gpu else 0}

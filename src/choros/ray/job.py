@@ -1,6 +1,7 @@
 """A job on ready actors: their machines in order, the actors of chorosrun's part, and what it ends with."""
 
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Never, final
@@ -10,12 +11,25 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from choros import durations
 from choros.errors import ChorosError, LaunchError
+from choros.launch.agents.messages import HUB, HostSlots
 from choros.ray.launcher import HostAgent, JobLauncher
 from choros.ray.messages import ActorPlace
 from choros.ray.registry import ActorRegistry, ReadyActor
 from choros.transport.address import this_host
+from choros.transport.channel import connect
+from choros.transport.secret import Key
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def slots_of(actors: Mapping[str, int], most: int) -> dict[str, int]:
+    """Returns the slots of machines, in order, by their ``actors``: the last one has room for all that may come.
+
+    >>> slots_of({"a": 2, "b": 1}, most=4)
+    {'a': 2, 'b': 2}
+    """
+    last = list(actors)[-1]
+    return {**actors, last: actors[last] + max(0, most - sum(actors.values()))}
 
 
 def in_order(actors: Sequence[ReadyActor], own_machine: str) -> list[list[ReadyActor]]:
@@ -37,40 +51,86 @@ def number(machines: Sequence[Sequence[ReadyActor]], *, use_gpu: bool) -> list[R
 
 def give_devices(actors: Sequence[ReadyActor], *, use_gpu: bool) -> None:
     """Lets the ranks of a machine's actors see the GPUs of all: local rank n uses the n-th of them."""
-    devices = ",".join(gpu for each in actors for gpu in each.place.gpus)
+    devices = ",".join(sorted((gpu for each in actors for gpu in each.place.gpus), key=lambda gpu: (len(gpu), gpu)))
     for each in actors:
         each.environ = {_DEVICES: devices} if use_gpu else {}
 
 
 @final
 class RayJob:
-    """A job on ``machines``, each with its actors; ``slots``: of each. ``call``: what the ranks run."""
+    """A job on ``machines``, each with its actors, with ``most`` ranks at most; others may come if it ``grows``.
+    ``call``: what the ranks run.
+    """
 
     def __init__(
         self,
         secret: str,
         machines: Sequence[Sequence[ReadyActor]],
-        slots: Sequence[int],
+        most: int,
         call: Callable[[], Any],
         given: Mapping[str, Any],
+        *,
+        grows: bool = False,
     ) -> None:
-        first = [actors[0].place for actors in machines]
-        first[0] = _own_place(first[0])
-        self._launcher = _pinned(JobLauncher, first[0].node, secret)
-        self._agents: list[Any] = []
-        if len(machines) == 1:
-            given = {**given, "hosts": f"localhost:{slots[0]}"}
+        self._secret = secret
+        self._launcher_machine = machines[0][0].place.machine
+        #: By machine, in the order of their hosts: how many ranks it takes when the job is started again.
+        self._slots = _counts(machines)
+        self._are_told = False
+        place = _own_place(machines[0][0].place)
+        self._launcher = _pinned(JobLauncher, place.node, secret)
+        self._agents: dict[str, tuple[Any, Any]] = {}
+        self._address = ""
+        slots = slots_of(self._slots, most)
+        if len(machines) == 1 and not grows:
+            given = {**given, "hosts": f"localhost:{most}"}
         else:
-            address = ray.get(self._launcher.listen.remote(len(machines), slots[0]))
-            for index, place in list(enumerate(first))[1:]:
-                agent = _pinned(HostAgent, place.node, secret)
-                agent.serve.remote(index, len(machines), slots[index], address)
-                self._agents.append(agent)
+            own = slots[self._launcher_machine]
+            try:
+                self._address = ray.get(self._launcher.listen.remote(len(machines), own))
+            except ray.exceptions.RayActorError as error:
+                raise LaunchError(f"the actor that launches the job could not be started: {error}") from error
+            for index, actors in enumerate(machines[1:], 1):
+                self._add_machine(actors[0].place, index, slots[actors[0].place.machine])
         self.ended = self._launcher.run.remote(call, given)
 
-    def has_ended(self) -> bool:
-        """Whether it has ended, by whatever."""
-        return bool(ray.wait([self.ended], timeout=0)[0])
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        """Whether it has ended within ``seconds``, by whatever."""
+        return bool(ray.wait([self.ended], timeout=seconds)[0])
+
+    def follow(self, registry: ActorRegistry) -> None:
+        """Lets the job know of more actors, and of machines that have some now: it goes on there from a commit."""
+        if not self._address or not any(each.seated for each in registry.actors):
+            return  # it begins with slots for all ranks that may come
+        places, counts = self._machines(registry)
+        ended = {machine for machine, (_, served) in self._agents.items() if ray.wait([served], timeout=0)[0]}
+        added = [machine for machine in counts if machine not in self._slots or machine in ended]
+        if added:
+            time.sleep(durations.RAY_MORE)  # for all actors of these machines
+            places, counts = self._machines(registry)
+        slots = {machine: max(count, counts.get(machine, 0)) for machine, count in self._slots.items()}
+        slots |= {machine: counts[machine] for machine in added if machine in counts}
+        if self._are_told and slots == self._slots and not added:
+            return
+        hub = connect(self._address, Key(bytes.fromhex(self._secret)), "executor", HUB, durations.RAY_CONNECT)
+        try:
+            hub.send(HostSlots(dict(enumerate(slots.values()))))
+            hub.receive()
+        finally:
+            hub.close()
+        self._slots, self._are_told = slots, True
+        for machine in added:
+            if machine in counts:
+                self._add_machine(places[machine], list(slots).index(machine), slots[machine])
+
+    def _machines(self, registry: ActorRegistry) -> tuple[dict[str, ActorPlace], dict[str, int]]:
+        machines = in_order(registry.actors, self._launcher_machine)
+        return {actors[0].place.machine: actors[0].place for actors in machines}, _counts(machines)
+
+    def _add_machine(self, place: ActorPlace, index: int, slots: int) -> None:
+        agent = _pinned(HostAgent, place.node, self._secret)
+        served = agent.serve.remote(index, index + 1, slots, self._address)
+        self._agents[place.machine] = agent, served
 
     def result(self, seconds: float | None = None) -> list[Any]:
         """Returns what the ranks have returned, once they have; an error of choros if the job has failed."""
@@ -78,13 +138,15 @@ class RayJob:
             returned: list[Any] = ray.get(self.ended, timeout=seconds)
         except ray.exceptions.RayTaskError as error:
             raise_cause(error)
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.GetTimeoutError:
+            raise
+        except ray.exceptions.RayError as error:
             raise LaunchError(f"the actor that launches the job has ended, and all ranks with it: {error}") from error
         return returned
 
     def kill(self) -> None:
         """Ends what is left of it."""
-        for actor in (self._launcher, *self._agents):
+        for actor in (self._launcher, *(agent for agent, _ in self._agents.values())):
             with suppress(Exception):
                 ray.kill(actor)
 
@@ -100,7 +162,7 @@ def raise_cause(error: "ray.exceptions.RayTaskError") -> Never:
 def wait_for_ranks(registry: ActorRegistry, job: RayJob, count: int, seconds: float) -> None:
     """Waits until ``count`` ranks have their actors; the job's error if it ends before that."""
     waited = 0.0
-    while not registry.wait(lambda actors: sum(each.rank is not None for each in actors) >= count, durations.RAY_LOOK):
+    while not registry.wait(lambda actors: sum(each.seated for each in actors) >= count, durations.RAY_LOOK):
         waited += durations.RAY_LOOK
         if job.has_ended():
             job.result()
@@ -112,6 +174,10 @@ def wait_for_ranks(registry: ActorRegistry, job: RayJob, count: int, seconds: fl
 def new_secret() -> str:
     """Returns a key for the processes of one executor."""
     return secrets.token_hex(32)
+
+
+def _counts(machines: Sequence[Sequence[ReadyActor]]) -> dict[str, int]:
+    return {actors[0].place.machine: len(actors) for actors in machines}
 
 
 def _own_place(place: ActorPlace) -> ActorPlace:

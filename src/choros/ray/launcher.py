@@ -40,7 +40,7 @@ class JobLauncher:
         if self._hub is None:
             return run_call(call, arguments)
         try:
-            self._hub.wait(arguments.num_proc, arguments.min_num_proc, durations.AGENTS, print)
+            self._hub.wait(arguments.processes, arguments.min_num_proc, durations.AGENTS, print)
             return run_call(call, self._hub.named(arguments))
         finally:
             self._hub.close(0)

@@ -44,11 +44,14 @@ class ActorPlace:
 
 @dataclass(frozen=True)
 class Take:
-    """A rank's first message to the executor: it wants an actor on its ``machine``, the launcher's ``host``."""
+    """A rank's first message to the executor: it wants an actor on its ``machine``, the launcher's ``host``; not that
+    at ``lost``, which does not answer. The rank sends ``Seated`` when it has reached its actor.
+    """
 
     rank: int
     machine: str
     host: str
+    lost: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,13 @@ class Seat:
 
 
 @dataclass(frozen=True)
+class NoSeat:
+    """In place of a ``Seat``: there has been no actor for this rank for ``seconds``."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Vacancies:
     """To the ranks: how many actors have no rank, by the launcher's names of their hosts."""
 
@@ -68,7 +78,7 @@ class Vacancies:
 
 @dataclass(frozen=True)
 class Seated:
-    """A rank's first message to its actor."""
+    """A rank's first message to its actor, and its second one to the executor."""
 
     rank: int
     pid: int

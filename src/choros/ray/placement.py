@@ -12,7 +12,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from choros.ray.worker import RayWorker
+from choros.ray.worker import CONTROL, RayWorker
 
 
 def create_placement_group(
@@ -21,15 +21,22 @@ def create_placement_group(
     """Returns a new placement group and its bundles; ``TimeoutError``: the cluster has no room for it in time."""
     bundles = [{name: value for name, value in resources_per_bundle.items() if value} for _ in range(num_bundles)]
     group = placement_group(bundles, strategy=pg_strategy)
-    ready, _ = ray.wait([group.ready()], timeout=pg_timeout)
-    if not ready:
-        free = ray.available_resources()
+    try:
+        ready, _ = ray.wait([group.ready()], timeout=pg_timeout)
+        if not ready:
+            raise no_room(f"{bundles} ({pg_strategy})", pg_timeout)
+    except BaseException:
         remove_placement_group(group)
-        raise TimeoutError(
-            f"Ray had no room for {bundles} ({pg_strategy}) within {pg_timeout:g} s; free are {free}. Use fewer "
-            "workers, wait until others have ended, or give create_settings a larger placement_group_timeout_s."
-        )
+        raise
     return group, bundles
+
+
+def no_room(what: str, seconds: float) -> TimeoutError:
+    """Returns the error that says that Ray has not had the resources for ``what``."""
+    return TimeoutError(
+        f"Ray had no room for {what} within {seconds:g} s; free are {ray.available_resources()}. Use fewer workers, "
+        "wait until others have ended, or give create_settings a larger placement_group_timeout_s."
+    )
 
 
 @final
@@ -70,8 +77,7 @@ class StaticPlacement:
         strategy = PlacementGroupSchedulingStrategy(
             self.placement_group, bundle if self._created_placement_group else -1
         )
-        options = {**actor_options(self._worker), "scheduling_strategy": strategy}
-        return ray.remote(RayWorker).options(**options).remote(number, self.num_workers)
+        return create_worker(self._worker, number, self.num_workers, scheduling_strategy=strategy)
 
     def shutdown(self) -> None:
         """Removes the placement group, if it was created here."""
@@ -80,6 +86,10 @@ class StaticPlacement:
         self.placement_group = None
 
 
-def actor_options(worker: Mapping[str, float]) -> dict[str, Any]:
-    """Returns Ray's options of an actor that holds the resources of a worker."""
-    return {"num_cpus": worker["CPU"], "num_gpus": worker["GPU"], "max_concurrency": 4, "max_restarts": 0}
+def create_worker(worker: Mapping[str, float], *args: Any, **options: Any) -> Any:
+    """Returns a new actor that holds the resources of a worker, with further options of Ray's."""
+    groups = {CONTROL: 3}  # not max_concurrency, with which Ray does not keep the order of calls
+    kind = ray.remote(
+        num_cpus=worker["CPU"], num_gpus=worker["GPU"], concurrency_groups=groups, max_restarts=0, **options
+    )
+    return kind(RayWorker).remote(*args)

@@ -19,12 +19,13 @@ from typing import Any, final
 import ray
 
 from choros import durations
+from choros.errors import LaunchError
 from choros.ray import discovery as hosts_of_ray
 from choros.ray.discovery import HostDiscovery, rooms, wanted
 from choros.ray.job import give_devices
-from choros.ray.placement import actor_options
+from choros.ray.placement import create_worker, no_room
 from choros.ray.registry import ActorRegistry, ReadyActor
-from choros.ray.worker import RayWorker
+from choros.ray.worker import CONTROL
 
 _log = logging.getLogger("choros")
 #: The host of actors that Ray places.
@@ -45,8 +46,8 @@ class _Hired:
 
 @final
 class ActorPool:
-    """Keeps actors for ``registry``, ``most`` at a time (``None``: as many as the cluster has room for); ``discovery``:
-    where; ``None``: where Ray places them.
+    """Keeps actors for ``registry``, ``most`` at a time (``None``: as many as the cluster has room for now);
+    ``discovery``: where; ``None``: where Ray places them.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class ActorPool:
     ) -> None:
         self._registry, self._secret, self._worker = registry, secret, worker
         self._most, self._discovery = most, discovery
+        self._anywhere = most or sum(self._room().values())
         self._hired: list[_Hired] = []
+        self._failure = ""
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="choros: actors", daemon=True)
         self._thread.start()
@@ -68,19 +71,17 @@ class ActorPool:
         """Waits until there are ``least`` actors; a moment longer, for more. ``TimeoutError``: there are not."""
         there = self._registry.wait(lambda actors: len(actors) >= least, seconds)
         if not there:
-            raise TimeoutError(
-                f"Ray had no room for {least} workers with {dict(self._worker)} within {seconds:g} s; free are "
-                f"{ray.available_resources()}."
-            )
-        if self._most != least:
-            most = self._most or sum(self._room().values())
-            self._registry.wait(lambda actors: len(actors) >= most, durations.RAY_MORE)
+            if self._failure:
+                raise LaunchError(f"{least} workers of Ray's did not start within {seconds:g} s: {self._failure}")
+            raise no_room(f"{least} workers with {dict(self._worker)}", seconds)
+        if self.most != least:
+            self._registry.wait(lambda actors: len(actors) >= self.most, durations.RAY_MORE)
 
     @property
     def most(self) -> int:
         """How many actors there may be: never fewer than there are."""
         there = sum(each.ready is not None for each in self._hired)
-        return max(there, self._most or sum(self._room().values()))
+        return max(there, self._anywhere)
 
     def close(self) -> None:
         """Ends the actors."""
@@ -124,26 +125,27 @@ class ActorPool:
     def _hosts(self) -> dict[str, int]:
         if self._discovery is not None:
             return dict(self._discovery.find_available_hosts_and_slots())
-        return {ANYWHERE: self._most or sum(self._room().values())}
+        return {ANYWHERE: self._anywhere}
 
     def _hire(self, host: str) -> _Hired:
-        options = actor_options(self._worker)
-        if host != ANYWHERE:
-            options["resources"] = {f"node:{host}": 0.01}
-        else:
-            options["scheduling_strategy"] = "DEFAULT"
-        handle = ray.remote(RayWorker).options(**options).remote()
-        return _Hired(handle, host, handle.listen.remote(self._secret), handle.stay.remote())
+        where: dict[str, Any] = {"resources": {f"node:{host}": 0.01}}
+        handle = create_worker(self._worker, **({"scheduling_strategy": "DEFAULT"} if host == ANYWHERE else where))
+        return _Hired(
+            handle, host, handle.listen.remote(self._secret), handle.stay.options(concurrency_group=CONTROL).remote()
+        )
 
     def _note_ready(self) -> None:
         waiting = {each.place: each for each in self._hired if each.ready is None}
         done = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0] if waiting else []
         for place in done:
-            with suppress(ray.exceptions.RayError):  # it has ended
-                each = waiting[place]
+            each = waiting[place]
+            try:
                 each.ready = ReadyActor(each.handle, ray.get(place))
-                self._give_devices(each.ready.place.machine)
-                self._registry.add(each.ready)
+            except ray.exceptions.RayError as error:  # it has ended
+                self._failure = str(error)
+                continue
+            self._give_devices(each.ready.place.machine)
+            self._registry.add(each.ready)
 
     def _give_devices(self, machine: str) -> None:
         ready = [each.ready for each in self._hired if each.ready is not None]
@@ -167,7 +169,7 @@ class ActorPool:
         if hired.ready is not None:
             self._registry.remove(hired.ready)
             if hired.ready.rank is not None:
-                hired.handle.leave.remote()
+                hired.handle.leave.options(concurrency_group=CONTROL).remote()
 
 
 def _draining() -> Mapping[str, Any]:

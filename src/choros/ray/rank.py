@@ -15,7 +15,7 @@ from typing import Any, Never, final
 import cloudpickle
 
 from choros import durations
-from choros.errors import ConfigError, EngineError
+from choros.errors import ConfigError, EngineError, LaunchError
 from choros.launch.bootstrap import ADVICE, UNPICKLABLE, unpack
 from choros.ray import ray_logger
 from choros.ray.messages import (
@@ -27,6 +27,7 @@ from choros.ray.messages import (
     Create,
     EndRank,
     Leave,
+    NoSeat,
     Seat,
     Seated,
     Take,
@@ -109,14 +110,21 @@ class ActorTie:
     def _take_actor(self, address: str) -> tuple[Channel, Channel]:
         """Returns the connections to the executor and to the actor that it gives this rank, once there is one."""
         slots = VARIABLES["slots"].read(os.environ).split(",")
-        take = Take(self._rank, this_host(), slots[self._rank] if self._rank < len(slots) else "")
+        host, lost, seated = slots[self._rank] if self._rank < len(slots) else "", "", Seated(self._rank, os.getpid())
         while True:
             executor = connect(address, self._key, "rank", REGISTRY, durations.RAY_CONNECT)
             try:
-                executor.send(take)
-                seat: Seat = executor.receive()
+                executor.send(Take(self._rank, this_host(), host, lost))
+                seat: Seat | NoSeat = executor.receive()
+                if isinstance(seat, NoSeat):
+                    raise LaunchError(
+                        f"rank {self._rank} has waited {seat.seconds:g} s for a worker of Ray's on its machine, and "
+                        "there was none: one has ended, and Ray had no room for another. Call start() again."
+                    )
+                lost = seat.address
                 actor = connect(seat.address, self._key, "rank", ACTOR, durations.RAY_CONNECT_ACTOR)
-                actor.send(Seated(self._rank, os.getpid()))
+                actor.send(seated)
+                executor.send(seated)
             except (ChannelClosed, Unreachable):  # the actor has ended, and perhaps the executor does not know it yet
                 executor.close()
                 continue
@@ -159,7 +167,8 @@ def _leave() -> None:
 
 def _start_ranks_for(vacant: Any) -> None:
     """Lets this rank, if it is rank 0, start new ranks only for actors that have none."""
-    if detect(os.environ).size > 1 or VARIABLES["elastic"].read(os.environ):
-        from choros.comm.engines import mpi_admission
+    if VARIABLES["elastic"].read(os.environ):
+        from choros.comm.engines import mpi, mpi_admission  # the first one keeps the import from starting MPI
 
+        del mpi
         mpi_admission.room = vacant

@@ -3,11 +3,13 @@
 ::
 
     rank ──── Take: number, machine ───► registry: an actor there that has no rank
-         ◄─── Seat: address, GPUs ──────     none: the rank waits until there is one
+         ◄─── Seat: address, GPUs ──────     none: the rank waits until there is one, for a while
+         ──── Seated ───────────────────►    it has reached its actor
          ◄─── Vacancies ────────────────     so that rank 0 starts new ranks only for actors without one
          ──── Logged ───────────────────► the callbacks of ``run``
 """
 
+import logging
 import socket
 import threading
 from collections import Counter
@@ -17,17 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from choros.errors import EngineError
-from choros.ray.messages import REGISTRY, ActorPlace, Logged, Seat, Take, Vacancies
+from choros.ray.messages import REGISTRY, ActorPlace, Logged, NoSeat, Seat, Take, Vacancies
 from choros.transport.address import LOOPBACK
 from choros.transport.channel import Channel, ChannelClosed
 from choros.transport.listener import Listener
 from choros.transport.secret import Key
 
+_log = logging.getLogger("choros")
+
 
 @dataclass(eq=False)
 class ReadyActor:
     """An actor that listens for a rank. ``number``: of the rank that should have it at the start of a job; ``rank``: of
-    the one that has it; ``used``: whether one has had it.
+    the one that it was given to; ``seated``: whether that one has reached it; ``used``: whether one has had it.
     """
 
     handle: Any
@@ -35,6 +39,7 @@ class ReadyActor:
     number: int = -1
     rank: int | None = None
     channel: Channel | None = None
+    seated: bool = False
     used: bool = False
     environ: Mapping[str, str] = field(default_factory=dict)
 
@@ -46,9 +51,13 @@ class ReadyActor:
 
 @final
 class ActorRegistry:
-    """Listens for ranks until ``close``; at ``ip``, ``None``: only for this machine's."""
+    """Listens for ranks until ``close``; at ``ip``, ``None``: only for this machine's. A rank that has waited for
+    ``seconds`` for an actor is refused.
+    """
 
-    def __init__(self, secret: str, ip: str | None) -> None:
+    def __init__(self, secret: str, ip: str | None, seconds: float) -> None:
+        self._seconds = seconds
+        self.is_reachable = ip is not None
         self.callbacks: Sequence[Callable[[Any], None]] = ()
         self._changed = threading.Condition()
         self._actors: list[ReadyActor] = []
@@ -58,6 +67,12 @@ class ActorRegistry:
         listening = socket.create_server((LOOPBACK if ip is None else "", 0))
         self.address = f"{ip or LOOPBACK}:{listening.getsockname()[1]}"
         self._listener = Listener(listening, Key(bytes.fromhex(secret)), REGISTRY, self._serve)
+
+    @property
+    def actors(self) -> list[ReadyActor]:
+        """Those that there are now."""
+        with self._changed:
+            return list(self._actors)
 
     def add(self, *actors: ReadyActor) -> None:
         """Adds actors, which ranks may be tied to from now on."""
@@ -98,7 +113,10 @@ class ActorRegistry:
         if isinstance(first, Logged):
             with self._calling:
                 for callback in self.callbacks:
-                    callback(first.info)
+                    try:
+                        callback(first.info)
+                    except Exception:  # noqa: BLE001  (the user's)
+                        _log.exception("choros.ray: a callback of run has raised an error; the job goes on.")
             with suppress(ChannelClosed):
                 channel.send(None)
         elif isinstance(first, Take):
@@ -107,12 +125,18 @@ class ActorRegistry:
     def _serve_rank(self, channel: Channel, take: Take) -> None:
         actor = self._given(take, channel)
         if actor is None:
+            with suppress(ChannelClosed):
+                channel.send(NoSeat(self._seconds))
             return
         self._ranks[channel] = take
         try:
             channel.send(Seat(actor.place.address, actor.environ))
             self._tell()
-            channel.receive()  # it sends nothing: it has ended, or its actor could not be reached
+            channel.receive()
+            with self._changed:
+                actor.seated = True
+                self._changed.notify_all()
+            channel.receive()  # it sends nothing more: it has ended
         except EngineError:
             pass
         finally:
@@ -122,7 +146,9 @@ class ActorRegistry:
 
     def _given(self, take: Take, channel: Channel) -> ReadyActor | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._free(take) is not None)
+            lost = (take.machine, take.lost)
+            self._actors = [each for each in self._actors if (each.place.machine, each.place.address) != lost]
+            self._changed.wait_for(lambda: self._closed or self._free(take) is not None, self._seconds)
             actor = self._free(take)
             if actor is not None:
                 actor.rank, actor.channel, actor.used = take.rank, channel, True
@@ -135,7 +161,7 @@ class ActorRegistry:
 
     def _give_back(self, actor: ReadyActor) -> None:
         with self._changed:
-            actor.rank = actor.channel = None
+            actor.rank, actor.channel, actor.seated = None, None, False
             self._changed.notify_all()
 
     def _tell(self) -> None:

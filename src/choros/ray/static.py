@@ -12,9 +12,10 @@ from choros.errors import LaunchError, WorkerFailed
 from choros.launch.run import pack
 from choros.ray.job import RayJob, in_order, new_secret, number, raise_cause, wait_for_ranks
 from choros.ray.messages import RaySettings
-from choros.ray.placement import StaticPlacement
+from choros.ray.placement import StaticPlacement, no_room
 from choros.ray.rank import serve_calls
 from choros.ray.registry import ActorRegistry, ReadyActor
+from choros.ray.worker import CONTROL
 from choros.transport.address import this_host
 
 
@@ -34,9 +35,12 @@ class StaticAdapter:
     def start(self, create: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
         """Starts actors and ranks; each makes an object by ``create``."""
         self.strategy = StaticPlacement(self._settings.placement_group_timeout_s, self._resources, **self._where)
-        handles = self.strategy.create_workers()
-        secret = new_secret()
-        places = ray.get([each.listen.remote(secret) for each in handles])
+        self.workers = handles = self.strategy.create_workers()
+        secret, seconds = new_secret(), self._settings.placement_group_timeout_s
+        try:
+            places = ray.get([each.listen.remote(secret) for each in handles], timeout=seconds)
+        except ray.exceptions.GetTimeoutError as error:  # a placement group of the user's may have too few bundles
+            raise no_room(f"{len(handles)} workers with {dict(self._resources)}", seconds) from error
         actors = [ReadyActor(*each) for each in zip(handles, places, strict=True)]
         machines = in_order(actors, this_host())
         ordered = number(machines, use_gpu=self._resources["GPU"] > 0)
@@ -44,15 +48,14 @@ class StaticAdapter:
         ip = (
             ray.util.get_node_ip_address() if len(machines) > 1 or machines[0][0].place.machine != this_host() else None
         )
-        self._registry = ActorRegistry(secret, ip)
+        self._registry = ActorRegistry(secret, ip, self._settings.timeout_s)
         self._registry.add(*ordered)
         given = {
             "num_proc": len(ordered),
             "start_timeout": self._settings.timeout_s,
             "env": {**self._env, **env},
         }
-        slots = [len(each) for each in machines]
-        self._job = RayJob(secret, machines, slots, partial(serve_calls, self._registry.address), given)
+        self._job = RayJob(secret, machines, len(ordered), partial(serve_calls, self._registry.address), given)
         wait_for_ranks(self._registry, self._job, len(ordered), self._settings.timeout_s)
         if create is not None:
             packed = pack(create)
@@ -80,7 +83,7 @@ class StaticAdapter:
         job, self._job = self._job, None
         with suppress(Exception):  # Ray may have been shut down
             for each in self.workers:
-                each.end.remote()
+                each.end.options(concurrency_group=CONTROL).remote()
             if job is not None:
                 ray.wait([job.ended], timeout=durations.RAY_END)
                 job.kill()

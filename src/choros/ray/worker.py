@@ -7,6 +7,8 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+import ray
+
 from choros import durations
 from choros.errors import LaunchError, WorkerFailed
 from choros.ray.messages import ACTOR, ActorPlace, CallOnRank, CallRaised, Create, EndRank, Leave, Seated
@@ -14,6 +16,9 @@ from choros.transport.address import LOOPBACK, this_host
 from choros.transport.channel import Channel, ChannelClosed
 from choros.transport.listener import Listener
 from choros.transport.secret import Key
+
+#: The threads of an actor for calls that do not wait for one another, while those of ranks keep their order.
+CONTROL = "control"
 
 
 class RayWorker:
@@ -32,14 +37,10 @@ class RayWorker:
 
     def node_id(self) -> str:
         """Ray's number of this node."""
-        import ray
-
         return str(ray.get_runtime_context().get_node_id())
 
     def get_gpu_ids(self) -> list[Any]:
         """The GPUs of this actor."""
-        import ray
-
         return list(ray.get_gpu_ids())
 
     def update_env_vars(self, env_vars: dict[str, Any]) -> None:
@@ -52,8 +53,6 @@ class RayWorker:
 
     def listen(self, secret: str) -> ActorPlace:
         """Begins to listen for a rank of this machine; returns where this actor is."""
-        import ray
-
         listening = socket.create_server((LOOPBACK, 0))
         address = f"{LOOPBACK}:{listening.getsockname()[1]}"
         self._listener = Listener(listening, Key(bytes.fromhex(secret)), ACTOR, self._serve)

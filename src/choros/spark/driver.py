@@ -19,7 +19,7 @@ import cloudpickle
 
 from choros import durations
 from choros.errors import ConfigError, LaunchError
-from choros.spark.messages import DRIVER, Granted, Printed, Printings, Returned, Started
+from choros.spark.messages import DRIVER, Granted, Printed, Printings, Returned, Started, Superseded
 from choros.spark.plan import SparkJob
 from choros.spark.task import run_task
 from choros.transport.address import LOOPBACK
@@ -78,8 +78,8 @@ class DriverPort:
         received: what it sends, and how the stage has ended.
     """
 
-    def __init__(self, secret: bytes) -> None:
-        listening = socket.create_server(("", 0))
+    def __init__(self, secret: bytes, address: str) -> None:
+        listening = socket.create_server((address, 0))
         self.port = int(listening.getsockname()[1])
         self.received: queue.SimpleQueue[Started | Printed | Returned | BaseException] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -100,8 +100,10 @@ class DriverPort:
         with self._lock:
             before, self._last = self._last, (channel, gone)
             if before is not None:
+                with suppress(ChannelClosed):
+                    before[0].send(Superseded())
+                before[1].wait(durations.CONNECT)  # a machine that is lost does not end the connection
                 before[0].close()
-                before[1].wait(durations.CONNECT)  # it ends its ranks first; a machine that is lost does not answer
         try:
             self.received.put(first)
             channel.send(Granted())
@@ -133,8 +135,9 @@ def run_job(job: SparkJob, secret: bytes, sizes: Sizes, streams: Streams) -> lis
     context = active_context()
     configuration = context.getConf()
     attempts = int(configuration.get("spark.stage.maxConsecutiveAttempts") or _ATTEMPTS)
-    with closing(DriverPort(secret)) as port:
-        host = configuration.get("spark.driver.host") or LOOPBACK
+    host = configuration.get("spark.driver.host") or LOOPBACK
+    own = LOOPBACK if host in (LOOPBACK, "localhost") else ""
+    with closing(DriverPort(secret, configuration.get("spark.driver.bindAddress") or own)) as port:
         job = replace(job, driver=f"{host}:{port.port}")
         tasks = _wait_for_slots(context, sizes.tasks, sizes.tasks, job.start)
         for attempt in itertools.count(1):
@@ -170,7 +173,7 @@ def _wait_for_slots(context: SparkContext, least: int, most: int, seconds: float
     began = time.monotonic()
     while (slots := slots_of(context)) < most:
         waited = time.monotonic() - began
-        if slots >= least and waited >= durations.SPARK_EXECUTORS:
+        if slots >= least and waited >= min(seconds, durations.SPARK_EXECUTORS):
             return slots
         if waited >= seconds:
             raise _too_slow(least, seconds, f"Spark has {slots} slots")
@@ -247,6 +250,7 @@ def _spark_error(error: BaseException, *, has_started: bool) -> BaseException:
     text = str(getattr(error, "java_exception", None) or error)
     said = re.findall(r"^choros\.errors\.\w+: (.*)$|(ExecutorLostFailure.*)$", text, re.MULTILINE)
     why = "".join(said[-1]) if said else _REASON.sub("", text.partition("\n")[0])
-    if "cancelled" in text or not (has_started or "ExecutorLostFailure" in text):
+    is_final = "cancelled" in text or "spark.driver.maxResultSize" in text
+    if is_final or not (has_started or "ExecutorLostFailure" in text):
         return LaunchError(f"Spark could not run the job: {why}")
     return StageLost(f"Spark has lost a task of the barrier stage: {why.rstrip('.')}.")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing, redirect_stderr, redirect_stdout, suppress
@@ -27,14 +27,15 @@ from choros.launch.plan.arguments import Arguments
 from choros.launch.processes.process_tree import CHILD_SUBREAPER, end_children, set_option
 from choros.launch.run import run_call
 from choros.settings import VARIABLES
-from choros.spark.messages import DRIVER, Listening, Printed, Printings, Returned, Started
-from choros.spark.own_machine import RankCall
-from choros.spark.plan import HostTask
+from choros.spark.messages import DRIVER, Listening, Printed, Printings, Returned, Started, Superseded
+from choros.spark.own_machine import VISIBLE, RankCall
+from choros.spark.plan import HostTask, Machine
 from choros.topology.clusters import ClusterHost
 from choros.transport.channel import Channel, ChannelClosed, connect
 from choros.transport.secret import job_key
 
 _NAME = "Spark"
+_AT_ONCE = 1 << 12
 
 
 def main() -> None:
@@ -43,27 +44,32 @@ def main() -> None:
     os.dup2(2, 1)  # the pipe is for messages only
     task: HostTask = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the process that started this one)
     set_option(CHILD_SUBREAPER, 1)
-    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+    scratch = task.machines[task.index].directory
+    threading.Thread(target=_end_with_input, args=(scratch,), daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: _end(scratch))
     os.environ[VARIABLES["secret"].name] = task.job.secret
-    own = task.machines[task.index]
-    with tempfile.TemporaryDirectory(prefix="choros-", dir=own.directory) as scratch:
-        machines = tuple(replace(each, directory=scratch) if each is own else each for each in task.machines)
-        task = replace(task, machines=machines)
+    os.mkdir(scratch, 0o700)
+    try:
         if task.index == 0:
-            _answer(answers, _run(task, partial(_answer, answers)))
+            message = _run(task, partial(_answer, answers), partial(_end, scratch))
         else:
+            message = Returned(b"")
             _serve(task)
-            _answer(answers, Returned(b""))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    _answer(answers, message)
 
 
-def _end_with(stdin: IO[bytes]) -> None:
+def _end_with_input(scratch: str) -> None:
     """Ends the ranks, and this process, at once when the task does: the next attempt goes on from their last commit."""
-    stdin.read()
-    _end()
+    while os.read(0, _AT_ONCE):
+        pass
+    _end(scratch)
 
 
-def _end() -> NoReturn:
+def _end(scratch: str) -> NoReturn:
     end_children()
+    shutil.rmtree(scratch, ignore_errors=True)
     os._exit(1)
 
 
@@ -82,28 +88,33 @@ def _serve(task: HostTask) -> None:
     serve_host(cluster, len(task.machines[task.index].tasks), task.job.start, os.environ, _show)
 
 
-def _run(task: HostTask, answer: Callable[[Listening], None]) -> Returned:
+def _run(task: HostTask, answer: Callable[[Listening], None], end: Callable[[], NoReturn]) -> Returned:
     """Runs the job, whose results or failure the driver gets through the task."""
     job = task.job
     try:
         driver = connect(job.driver, job_key(os.environ, [job.driver]), "task 0", DRIVER, durations.CONNECT)
         driver.send(Started(tuple(machine.address for machine in task.machines)))
         driver.receive()
-        link = _DriverLink(driver)
+        link = _DriverLink(driver, end)
         with ExitStack() as stack:
             arguments = _with_hosts(task, answer, stack)
             stack.enter_context(redirect_stdout(link.stream(error=False)))
             stack.enter_context(redirect_stderr(link.stream(error=True)))
             try:
-                call = RankCall(job.call, task.machines)
+                call = RankCall(job.call, _visible_to(arguments, task.machines))
                 results = run_call(call, arguments, job.sentences, job.executable)
             finally:
                 link.finish()
     except ChorosError as error:
         return Returned(b"", error)
-    except OSError as error:
-        return Returned(b"", LaunchError(f"{type(error).__name__}: {error}"))
+    except Exception as error:  # noqa: BLE001  (what ranks return may need a module that is not here)
+        return Returned(b"", LaunchError(f"the job could not be run: {type(error).__name__}: {error}"))
     return Returned(cloudpickle.dumps(results))
+
+
+def _visible_to(arguments: Arguments, machines: tuple[Machine, ...]) -> tuple[Machine, ...]:
+    """The machines with their accelerators, unless the user has said which of them ranks see."""
+    return tuple(replace(each, devices=()) for each in machines) if VISIBLE in arguments.env else machines
 
 
 def _with_hosts(task: HostTask, answer: Callable[[Listening], None], stack: ExitStack) -> Arguments:
@@ -123,19 +134,19 @@ def _with_hosts(task: HostTask, answer: Callable[[Listening], None], stack: Exit
 class _DriverLink:
     """The channel to the driver, in whose end the job ends, too."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, end: Callable[[], NoReturn]) -> None:
+        self._channel, self._end = channel, end
         self._granted = threading.Event()
         threading.Thread(target=self._receive, daemon=True).start()
 
     def _receive(self) -> None:
         try:
-            while True:
-                self._channel.receive()
+            while not isinstance(self._channel.receive(), Superseded):
                 self._granted.set()
-        except ChannelClosed:  # the driver has gone, or begun another attempt of the stage
+            self._end()
+        except ChannelClosed:  # the driver has gone
             if not self._granted.is_set():
-                _end()
+                self._end()
 
     def stream(self, *, error: bool) -> _DriverStream:
         """Returns a text stream, which the driver shows."""
@@ -166,5 +177,4 @@ class _DriverStream:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: _end())
     main()

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
+from choros.errors import ConfigError
 from choros.spark.parameters import (
     COMMON,
     FitPlan,
@@ -29,9 +30,6 @@ from choros.spark.parameters import (
 from choros.spark.rows import ParquetRows
 from choros.spark.store import local_path
 from choros.spark.transform import EstimatorModel, Predict
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["KerasEstimator", "KerasModel"]
 
@@ -52,6 +50,16 @@ class KerasEstimator(RowsEstimator):
         import keras
 
         model, objects = self.value("model"), self.value("custom_objects")
+        if not model.built:
+            raise ConfigError(
+                "KerasEstimator: the model is not built: begin it with keras.Input(shape), or call build."
+            )
+        if self.value("optimizer") is None and getattr(model, "optimizer", None) is None:
+            raise ConfigError("KerasEstimator needs the parameter optimizer, or a model that is compiled.")
+        if self.value("checkpoint_callback") is not None and plan.store.commits("") is None:
+            raise ConfigError(
+                "KerasEstimator: checkpoint_callback needs a store that is a path, not a URL: leave it out."
+            )
         optimizer = keras.optimizers.get(self.value("optimizer")) if self.value("optimizer") is not None else None
         steps, held_out_steps = self.value("train_steps_per_epoch"), self.value("validation_steps_per_epoch")
         batch = self.value("batch_size") * plan.size

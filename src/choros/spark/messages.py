@@ -38,6 +38,11 @@ class Granted:
 
 
 @dataclass(frozen=True)
+class Superseded:
+    """From the driver: another attempt of the stage has begun. The program ends its ranks, and then the connection."""
+
+
+@dataclass(frozen=True)
 class Listening:
     """To the task: the hub listens at this port for the other machines; 0 if there are none."""
 

@@ -11,7 +11,7 @@ from choros.launch.bootstrap import unpack
 from choros.spark.plan import Machine, machine_of
 from choros.transport.address import this_host
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDAVISIBLE_DEVICES"
 #: The machine of this rank; ``None`` in processes that Spark has not placed.
 _own: Machine | None = None
 
@@ -38,7 +38,7 @@ def open_call(packed: bytes, machines: tuple[Machine, ...]) -> Callable[[], Any]
     global _own
     _own = machine_of(this_host(), machines)
     if _own is not None and _own.visible:
-        os.environ[_VISIBLE] = ",".join(_own.visible)
+        os.environ[VISIBLE] = ",".join(_own.visible)
     return unpack(packed, before=list(sys.path))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +140,8 @@ class FitPlan:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that ranks read."""
-        return (*self.features, *self.labels, *([self.weights] if self.weights else []))
+        """The columns that ranks read, each once: a label may be a feature, too."""
+        return tuple(dict.fromkeys((*self.features, *self.labels, *([self.weights] if self.weights else []))))
 
 
 def fit_plan(estimator: Parameterized) -> FitPlan:
@@ -174,25 +175,18 @@ class RowsEstimator(Estimator, Parameterized):
 
     def _fit(self, dataset: DataFrame) -> Any:
         plan = fit_plan(self)
-        rows, held_out = _write_rows(dataset, plan, self.value("validation"))
-        try:
+        train, validation = _split(dataset, self.value("validation"), plan.seed)
+        with ExitStack() as stack:
+            rows = write_parquet(train, plan.store.get_train_data_path(plan.run_id), plan.columns)
+            stack.callback(rows.delete)
+            held_out = None
+            if validation is not None:
+                held_out = write_parquet(validation, plan.store.get_val_data_path(plan.run_id), plan.columns)
+                stack.callback(held_out.delete)
             return self._train(plan, rows, held_out)
-        finally:
-            rows.delete()
-            if held_out is not None:
-                held_out.delete()
 
     def _train(self, plan: FitPlan, rows: ParquetRows, held_out: ParquetRows | None) -> Any:
         raise NotImplementedError
-
-
-def _write_rows(df: DataFrame, plan: FitPlan, validation: Any) -> tuple[ParquetRows, ParquetRows | None]:
-    """Writes the rows to train on and to validate with into the store."""
-    train, held_out = _split(df, validation, plan.seed)
-    rows = write_parquet(train, plan.store.get_train_data_path(plan.run_id), plan.columns)
-    if held_out is None:
-        return rows, None
-    return rows, write_parquet(held_out, plan.store.get_val_data_path(plan.run_id), plan.columns)
 
 
 def _split(df: DataFrame, validation: Any, seed: int) -> tuple[DataFrame, DataFrame | None]:

@@ -10,8 +10,8 @@ from choros.launch.plan.arguments import Arguments
 
 @dataclass(frozen=True)
 class TaskPlace:
-    """Where a task runs: its machine by its ``this_host``, the machine's address, a directory of the executor's for
-    temporary files, and the accelerators that Spark has given to the task.
+    """Where a task runs: its machine by its ``this_host``, the machine's address, a new directory for temporary files,
+    and the accelerators that Spark has given to the task.
     """
 
     host: str

@@ -71,8 +71,8 @@ def _stored(df: DataFrame, name: str) -> Any:
     element = kind.elementType if isinstance(kind, types.ArrayType) else kind
     if isinstance(kind, VectorUDT):
         return vector_to_array(df[name]).alias(name)
-    if isinstance(kind, types.DecimalType):
-        return df[name].cast("double").alias(name)
+    if isinstance(element, types.DecimalType):
+        return df[name].cast("double" if element is kind else "array<double>").alias(name)
     if not isinstance(element, types.NumericType | types.BooleanType):
         raise ConfigError(
             f"column {name!r} is a {kind.simpleString()}: ranks read numbers, arrays of numbers and vectors. Encode "

@@ -156,12 +156,16 @@ def _named(
     check(horovods, lambda: "torch" in installed(), in_python=True)
     given = {
         **own,
-        "mpi_args": extra_mpi_args,
         "verbose": verbose > 1,
-        "network_interfaces": nics if nics is None or isinstance(nics, str) else sorted(nics),
         "prefix_output_with_timestamp": prefix_output_with_timestamp,
         "env": {**variables(horovods), **(own.get("env") or {})},
     }
+    if extra_mpi_args is not None:
+        given["mpi_args"] = extra_mpi_args
+    if nics is not None:
+        given["network_interfaces"] = nics if isinstance(nics, str) else sorted(nics)
+    if given.get("commit_dir") is not None:  # a path of all machines
+        given["commit_dir"] = os.path.abspath(given["commit_dir"])
     sentences = [f"choros.spark: {sentence}" for sentence in unused(horovods, in_python=True)]
     return {name: value for name, value in given.items() if value is not None}, sentences
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -23,7 +24,7 @@ class Store:
     @classmethod
     def create(cls, prefix_path: str) -> Store:
         """Returns the store of this directory, as in Horovod."""
-        return cls(prefix_path.rstrip("/"))
+        return cls((prefix_path if "://" in prefix_path else os.path.abspath(prefix_path)).rstrip("/"))
 
     def get_train_data_path(self, run_id: str) -> str:
         """Returns where the rows are to train on."""

@@ -19,9 +19,11 @@ import os
 import pickle
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from choros.errors import LaunchError
@@ -63,7 +65,8 @@ def _own_place(context: BarrierTaskContext, number: int) -> TaskPlace:
 
     address = context.getTaskInfos()[number].address.rpartition(":")[0]
     devices = context.resources().get("gpu")
-    return TaskPlace(this_host(), address, SparkFiles.getRootDirectory(), tuple(devices.addresses) if devices else ())
+    directory = os.path.join(os.path.abspath(SparkFiles.getRootDirectory()), f"choros-{uuid.uuid4().hex}")
+    return TaskPlace(this_host(), address, directory, tuple(devices.addresses) if devices else ())
 
 
 def _place(text: str) -> TaskPlace:
@@ -72,14 +75,16 @@ def _place(text: str) -> TaskPlace:
 
 
 def _of(job: SparkJob, machines: tuple[Machine, ...], index: int, port: int) -> HostTask:
-    return HostTask(job, machines, index, port, tuple(sys.path))
+    own = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)  # which the ranks' Python knows itself
+    shipped = tuple(path for path in sys.path if path and not any(Path(path).is_relative_to(each) for each in own))
+    return HostTask(job, machines, index, port, shipped)
 
 
 @contextmanager
 def _beside(task: HostTask) -> Iterator[_Program]:
     """A block beside which the program runs; when it is left, or this process dies, the program ends."""
     command = [sys.executable, *_PROGRAM]
-    path = os.pathsep.join(filter(None, task.path))
+    path = os.pathsep.join(task.path)
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -109,8 +114,10 @@ class _Program:
         self._tasks.flush()
 
     def listening(self) -> Listening:
-        """Returns where its hub listens."""
-        message: Listening = self._next()
+        """Returns where its hub listens; raises why it does not."""
+        message: Listening | Returned = self._next()
+        if isinstance(message, Returned):
+            raise message.failure or LaunchError("the program that starts the ranks has ended too early.")
         return message
 
     def returned(self) -> Returned:

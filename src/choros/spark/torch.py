@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import cloudpickle
 import numpy as np
@@ -31,9 +31,6 @@ from choros.spark.parameters import (
 )
 from choros.spark.rows import ParquetRows
 from choros.spark.transform import EstimatorModel, Predict
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["TorchEstimator", "TorchModel"]
 
@@ -151,7 +148,7 @@ def train(task: TorchTask) -> tuple[bytes, list[dict[str, Any]], tuple[int, ...]
     optimizer = hvd.DistributedOptimizer(
         inner, named_parameters=model.named_parameters(), backward_passes_per_step=task.passes, **given
     )
-    data = _RankBatches(task, task.rows, device)
+    data = _RankBatches(task, task.rows, device, task.steps)
     held_out = None if task.held_out is None else _RankBatches(task, task.held_out, device)
 
     @hvd.elastic.run
@@ -163,15 +160,26 @@ def train(task: TorchTask) -> tuple[bytes, list[dict[str, Any]], tuple[int, ...]
                     record["validation"] = _pass(task, model, held_out, state.epoch, None)
             if task.verbose and hvd.rank() == 0:
                 print(record, flush=True)  # noqa: T201  (as Horovod's does)
-            state.history = [*state.history, record]
+            state.history, state.widths = [*state.history, record], data.widths
             state.epoch += 1
             state.commit()
 
-    state: Any = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, history=[])
+    state: Any = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, history=[], widths=())
     epochs(state)
     if hvd.rank() != 0:
         return None
-    return cloudpickle.dumps((model.cpu(), inner.state_dict())), state.history, data.widths
+    return cloudpickle.dumps((model.cpu(), _on_cpu(inner.state_dict()))), state.history, state.widths
+
+
+def _on_cpu(value: Any) -> Any:
+    """Returns an optimizer's state, which the driver may have no GPU for."""
+    import torch
+
+    if isinstance(value, dict):
+        return {name: _on_cpu(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_on_cpu(each) for each in value]
+    return value.cpu() if torch.is_tensor(value) else value
 
 
 def _device(local_rank: int) -> Any:
@@ -187,8 +195,8 @@ def _device(local_rank: int) -> Any:
 class _RankBatches:
     """The rank's rows of each global batch."""
 
-    def __init__(self, task: TorchTask, rows: ParquetRows, device: Any) -> None:
-        self._task, self._device = task, device
+    def __init__(self, task: TorchTask, rows: ParquetRows, device: Any, steps: int | None = None) -> None:
+        self._task, self._device, self._steps = task, device, steps
         self._arrays = dict(zip(rows.columns, rows.arrays(), strict=True))
         self._rows = len(next(iter(self._arrays.values())))
         #: How many values each output of the model has for a row, known after a batch.
@@ -196,7 +204,7 @@ class _RankBatches:
 
     def __len__(self) -> int:
         number = -(-self._rows // self._task.batch)
-        return number if self._task.steps is None else min(number, self._task.steps)
+        return number if self._steps is None else min(number, self._steps)
 
     def of_epoch(self, epoch: int, *, shuffle: bool) -> Iterator[tuple[list[Any], list[Any], int, float]]:
         """Yields inputs, labels, how many rows these are, and by what their mean loss is weighed. A rank without rows
@@ -243,7 +251,7 @@ def _pass(task: TorchTask, model: Any, batches: _RankBatches, epoch: int, optimi
         loss = task.terms.loss(outputs, like)
         if optimizer is not None:
             (loss * share).backward()
-            if number % task.passes == 0:
+            if number % task.passes == 0 or number == len(batches):
                 optimizer.step()
                 optimizer.zero_grad()
         measured = {"loss": loss.item(), **task.terms.measured(outputs, like)}

@@ -74,10 +74,15 @@ def _torchrun(environ: Environ) -> ClusterHost | None:
     if "PET_NODE_RANK" not in environ or "PET_NNODES" not in environ:
         return None
     slots = environ.get("PET_NPROC_PER_NODE", "")
+    least, _, most = environ["PET_NNODES"].partition(":")
+    if most not in ("", least):
+        raise ConfigError(
+            f"PET_NNODES={environ['PET_NNODES']}: expected one number of hosts. chorosrun --min-np makes a job elastic."
+        )
     return ClusterHost(
         "Kubeflow",
         int(environ["PET_NODE_RANK"]),
-        int(environ["PET_NNODES"].split(":")[0]),
+        int(least),
         environ.get("PET_MASTER_ADDR", ""),
         int(slots) if slots.isdecimal() else None,
     )

@@ -177,14 +177,17 @@ class Unreachable(EngineError):
     """No process listens at an address."""
 
 
-def connect(address: str, key: Key, name: str, peer: str, seconds: float) -> Channel:
-    """Returns a channel to ``peer``, which proves its name, at ``address`` (``host:port`` or ``unix:PATH``).
-    ``Unreachable``: no process listens there in time; another ``EngineError``: the peer has another key or name.
+def connect(
+    address: str, key: Key, name: str, peer: str, seconds: float, pause: float = durations.ENDPOINT_LOOK
+) -> Channel:
+    """Returns a channel to ``peer``, which proves its name, at ``address`` (``host:port`` or ``unix:PATH``); it tries
+    again after each ``pause``. ``Unreachable``: no process listens there in time, or it closes each connection;
+    another ``EngineError``: the peer has another key or name.
     """
     deadline = time.monotonic() + seconds
     while True:
         try:
-            end = connect_within(address, max(0.0, deadline - time.monotonic()))
+            end = connect_within(address, max(0.0, deadline - time.monotonic()), pause)
         except OSError as error:
             raise Unreachable(
                 f"{peer} could not be reached at {address} within {seconds:g} s ({error}): check that it was "
@@ -195,9 +198,11 @@ def connect(address: str, key: Key, name: str, peer: str, seconds: float) -> Cha
             return Channel(end, offer_proof(end, key, name, peer, durations.PROOF))
         except EngineError as error:
             end.close()
-            # A listener with too many connections that prove nothing closes the oldest of them.
-            if not isinstance(error, Cut) or time.monotonic() + durations.CONNECT_AGAIN > deadline:
+            if not isinstance(error, Cut):
                 raise not_authenticated(peer, error) from error
+            # A listener with too many connections that prove nothing closes the oldest of them.
+            if time.monotonic() + durations.CONNECT_AGAIN > deadline:
+                raise Unreachable(str(not_authenticated(peer, error))) from error
             time.sleep(durations.CONNECT_AGAIN)
 
 
@@ -254,16 +259,18 @@ def listen_at(address: str) -> socket.socket:
     return socket.create_server(resolved[:2], family=family, backlog=_BACKLOG)
 
 
-def connect_within(address: str, seconds: float) -> socket.socket:
-    """Connects to ``address``; retries until a process listens, or raises the last ``OSError`` after ``seconds``."""
+def connect_within(address: str, seconds: float, pause: float = durations.ENDPOINT_LOOK) -> socket.socket:
+    """Connects to ``address``; tries again after each ``pause`` until a process listens, or raises the last ``OSError``
+    after ``seconds``.
+    """
     deadline = time.monotonic() + seconds
     while True:
         try:
             connected = _connect(address, max(durations.ENDPOINT_LOOK, deadline - time.monotonic()))
         except OSError:
-            if time.monotonic() + durations.ENDPOINT_LOOK > deadline:
+            if time.monotonic() + pause > deadline:
                 raise
-            time.sleep(durations.ENDPOINT_LOOK)
+            time.sleep(pause)
         else:
             connected.settimeout(None)
             return connected

@@ -148,7 +148,10 @@ class _End:
         self._end = end
         self._name = name
         self._deadline = time.monotonic() + seconds
-        self._path = path_of(end)
+        try:
+            self._path = path_of(end)
+        except OSError as error:
+            raise _closed() from error
         secret = key.secret_of(local=self._path != _AWAY)
         if secret is None:
             raise EngineError(
@@ -221,7 +224,11 @@ class _End:
         except TimeoutError as error:
             raise EngineError("the handshake took too long.") from error
         except OSError as error:
-            raise Cut("the connection was closed during the handshake.") from error
+            raise _closed() from error
+
+
+def _closed() -> Cut:
+    return Cut("the connection was closed during the handshake.")
 
 
 def path_of(end: socket.socket) -> bytes:

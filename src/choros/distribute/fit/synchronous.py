@@ -148,7 +148,8 @@ class SynchronousTraining(Training):
     def fit(self, model: Any, call: KerasCall) -> Any:
         """Trains on this process's rows of each global batch."""
         average_statistics(model)
-        if self._replicas.count == 1 and not job.survives():  # a last rank goes on as the others began
+        is_alone = self._replicas.count == 1 and not job.survives()  # a last rank goes on as the others began
+        if is_alone and not current().commit_dir:
             return _run_locally(call)
         share_equally(model)
         steps = attach(model)

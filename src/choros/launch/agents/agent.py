@@ -15,6 +15,7 @@ from choros import durations
 from choros.errors import HostUnreachable, PeerLostError
 from choros.launch.agents.messages import (
     HUB,
+    LOST,
     AgentReady,
     CommandExit,
     CommandOutput,
@@ -79,9 +80,9 @@ def _connected(
     while True:
         part = min(durations.AGENTS_SHOWN if said else durations.SLOW_CHECK, max(0.0, deadline - time.monotonic()))
         try:
-            return connect(address, key, f"host {cluster.index}", HUB, part)
+            return connect(address, key, f"host {cluster.index}", HUB, part, durations.AGENT_LOOK)
         except Unreachable as error:
-            if time.monotonic() + durations.ENDPOINT_LOOK >= deadline:
+            if time.monotonic() + durations.AGENT_LOOK >= deadline:
                 raise HostUnreachable(
                     f"this is host {cluster.index} of {cluster.name}, and chorosrun on the first one could not be "
                     f"reached at {address} within {seconds:.0f} s: it must run the same command, and accept "
@@ -127,14 +128,20 @@ class _Commands:
         self._hub.close()
 
     def _run(self, command: RunCommand) -> None:
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", command.text],
-            env=self._environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", command.text],
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:  # such as too many processes
+            with suppress(ChannelClosed):
+                self._hub.send(CommandOutput(command.number, 2, f"/bin/sh cannot be started: {error}\n".encode()))
+                self._hub.send(CommandExit(command.number, LOST))
+            return
         self._running[command.number] = process
         pipes = [(1, process.stdout), (2, process.stderr)]
         readers = [threading.Thread(target=self._pass_on, args=(command.number, *pipe), daemon=True) for pipe in pipes]

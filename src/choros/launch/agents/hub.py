@@ -23,13 +23,14 @@ from choros.launch.agents.messages import (
     CommandExit,
     CommandOutput,
     HostLeaves,
+    HostSlots,
     JobOver,
     RunCommand,
     ShellCommand,
     StopCommand,
 )
 from choros.launch.plan.arguments import Arguments
-from choros.launch.plan.hosts import Host
+from choros.launch.plan.hosts import Host, total_slots
 from choros.launch.processes.directories import SESSION, Directory, remove_owned, temporary
 from choros.topology.clusters import ClusterHost
 from choros.transport.channel import Channel, ChannelClosed
@@ -40,9 +41,9 @@ from choros.transport.secret import job_key
 def slots_of(cluster: ClusterHost, arguments: Arguments, count_accelerators: Callable[[], int]) -> int:
     """Returns how many ranks a host of the cluster takes: as requested, one for each accelerator, or equal shares."""
     slots = arguments.nproc_per_node or cluster.slots or count_accelerators()
-    if slots or arguments.num_proc is None or cluster.size is None:
+    if slots or arguments.processes is None or cluster.size is None:
         return slots or 1
-    return -(-arguments.num_proc // cluster.size)
+    return -(-arguments.processes // cluster.size)
 
 
 @final
@@ -62,6 +63,7 @@ class Hub:
         self._agents: dict[str, Channel] = {}
         self._shells: dict[int, tuple[str, Channel]] = {}
         self._commands = 0
+        self._closed = False
         key = job_key(environ, [f"{self._own.name}:{cluster.port or 1}"])
         try:
             listening = socket.create_server(("", cluster.port))
@@ -89,12 +91,23 @@ class Hub:
         """The hosts that have come, in the order of their numbers."""
         return (self._own, *(self._hosts[index] for index in sorted(self._hosts)))
 
+    @property
+    def _present(self) -> tuple[Host, ...]:
+        return tuple(host for host in self.hosts if host is self._own or host.name in self._agents)
+
     def named(self, arguments: Arguments) -> Arguments:
         """Returns ``arguments`` of a job on the hosts that are there, and in an elastic job on those that come."""
-        elastic = (arguments.min_num_proc, arguments.max_num_proc) != (None, None)
-        if elastic:
-            return replace(arguments, ssh_command=self._shell, host_discovery_script=str(self._script))
-        return replace(arguments, ssh_command=self._shell, hosts=",".join(map(str, self.hosts)))
+        with self._changed:
+            there = self._present
+        if (arguments.min_num_proc, arguments.max_num_proc) == (None, None):
+            return replace(arguments, ssh_command=self._shell, hosts=",".join(map(str, there)))
+        asked, most = arguments.num_proc, arguments.max_num_proc
+        if asked is not None:  # fewer may suffice
+            asked, most = min(asked, total_slots(there)), most or asked
+        script = str(self._script)
+        return replace(
+            arguments, ssh_command=self._shell, host_discovery_script=script, num_proc=asked, max_num_proc=most
+        )
 
     def wait(self, slots: int | None, least: int | None, seconds: float, show: Callable[[str], None]) -> None:
         """Waits until the cluster's hosts are there, or have ``slots``; after ``seconds``, ``least`` slots suffice.
@@ -114,28 +127,30 @@ class Hub:
                     )
                     shown = now + durations.AGENTS_SHOWN
                 self._changed.wait(min(deadline, shown) - now)
-            found = sum(host.slots for host in self.hosts)
+            there = self._present
+        found = total_slots(there)
         if lacking and (least is None or found < least):
-            there = ", ".join(map(str, self.hosts))
             refused = (
                 f" The last connection that was refused: {self._listener.refusal}" if self._listener.refusal else ""
             )
             raise HostUnreachable(
-                f"{lacking} of {self._cluster.name} did not come within {seconds:.0f} s; there are {there}. Each host "
+                f"{lacking} of {self._cluster.name} did not come within {seconds:.0f} s; there are "
+                f"{', '.join(map(str, there))}. Each host "
                 f"must run this command, and reach port {self.port} of {self._own.name}.{refused}"
             )
 
     def _lacking(self, slots: int | None) -> str:
         if self._cluster.size is not None:
-            count = self._cluster.size - len(self.hosts)
+            count = self._cluster.size - len(self._present)
             return f"{count} of {self._cluster.size} hosts" if count > 0 else ""
-        found = sum(host.slots for host in self.hosts)
+        found = total_slots(self._present)
         return "" if slots is None or found >= slots else f"hosts for {slots - found} of {slots} ranks"
 
     def close(self, code: int) -> None:
         """Ends the agents with the exit code of the job."""
         self._listener.close()
         with self._changed:
+            self._closed = True
             agents, self._agents = self._agents, {}
         for agent in agents.values():
             with suppress(ChannelClosed):
@@ -148,6 +163,8 @@ class Hub:
         return self._directory.path / "hosts"
 
     def _write(self) -> None:
+        if self._closed:
+            return
         with unfinished(self._listed) as path:
             path.write_text("".join(f"{host}\n" for host in self.hosts))
 
@@ -156,10 +173,23 @@ class Hub:
             self._serve_agent(channel, first)
         elif isinstance(first, ShellCommand):
             self._serve_shell(channel, first)
+        elif isinstance(first, HostSlots):
+            self._resize(first.slots)
+            with suppress(ChannelClosed):
+                channel.send(None)
+
+    def _resize(self, slots: Mapping[int, int]) -> None:
+        with self._changed:
+            self._own = replace(self._own, slots=slots.get(0, self._own.slots))
+            for index, host in self._hosts.items():
+                self._hosts[index] = replace(host, slots=slots.get(index, host.slots))
+            self._write()
 
     def _serve_agent(self, channel: Channel, ready: AgentReady) -> None:
         host = Host(channel.peer_address, ready.slots)
         with self._changed:
+            # One that has started anew may have another number.
+            self._hosts = {index: each for index, each in self._hosts.items() if each.name != host.name}
             self._hosts[ready.index] = host
             self._agents[host.name] = channel
             self._write()
@@ -180,7 +210,7 @@ class Hub:
 
     def _forget(self, index: int, host: Host) -> None:
         with self._changed:
-            if self._hosts.get(index) == host:
+            if index in self._hosts and self._hosts[index].name == host.name:
                 del self._hosts[index]
                 self._write()
 

@@ -1,5 +1,6 @@
 """What hub, agents and shells send one another."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 #: The name with which the hub proves that it has the key.
@@ -14,6 +15,13 @@ class AgentReady:
 
     index: int
     slots: int
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """From who knows better than the hosts: how many slots they have now, by their numbers. Answered with ``None``."""
+
+    slots: Mapping[int, int]
 
 
 @dataclass(frozen=True)

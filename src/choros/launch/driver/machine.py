@@ -11,17 +11,20 @@ from choros.errors import ConfigError, LaunchError
 from choros.launch.plan.mpi_implementations import Mpirun, implementation_of
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
+_DEVICES = Path("/dev")
 _AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
-def count_accelerators(nvidia: Path = _NVIDIA, amd: Path = _AMD) -> int:
+def count_accelerators(nvidia: Path = _NVIDIA, amd: Path = _AMD, devices: Path = _DEVICES) -> int:
     """Returns the number of NVIDIA or AMD accelerators, 0 if there are none; loads no framework."""
-    return _nvidia(nvidia) or _amd(amd)
+    return _nvidia(nvidia, devices) or _amd(amd)
 
 
-def _nvidia(directory: Path) -> int:
-    if directory.is_dir():
-        return sum(1 for _ in directory.iterdir())
+def _nvidia(driver: Path, devices: Path) -> int:
+    """A container has devices of its own GPUs, while the driver says how many the machine has."""
+    own = sum(path.name.removeprefix("nvidia").isdecimal() for path in devices.glob("nvidia[0-9]*"))
+    if driver.is_dir() and own:
+        return min(own, sum(1 for _ in driver.iterdir()))
     program = shutil.which("nvidia-smi")
     if program is None:
         return 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from choros.errors import ConfigError
-from choros.launch.plan.environment import allocated_slots, in_allocation
+from choros.launch.plan.environment import allocated_slots, check_allocation, in_allocation
 from choros.launch.plan.flags import (
     FILE,
     SECONDS,
@@ -240,11 +240,10 @@ class Arguments:
         ``own_names`` is called only if hosts are given, ``count_accelerators`` only if neither ranks nor hosts are.
         """
         hosts = self._discovered(discover) if self.host_discovery_script else self._hosts(environ)
-        servers = self.ps or 0
-        size = self._size(hosts, servers, environ, count_accelerators)
+        size = self._size(hosts, environ, count_accelerators)
         elastic = self._elastic(size)
         names = own_names() if hosts else frozenset()
-        restarts = (_RESTARTS if self.max_restarts is None else self.max_restarts) if servers else 0
+        restarts = (_RESTARTS if self.max_restarts is None else self.max_restarts) if self.ps else 0
         given = [self.network_interfaces] if isinstance(self.network_interfaces, str) else self.network_interfaces
         interfaces = dict.fromkeys(name for text in given for part in text.split(",") if (name := part.strip()))
         return Job(
@@ -261,7 +260,7 @@ class Arguments:
             options=replace(
                 options or WrapperOptions(), bind=not self.binding_args, restarts=restarts, elastic=elastic is not None
             ),
-            servers=servers,
+            servers=self.ps or 0,
             elastic=elastic,
         )
 
@@ -295,9 +294,7 @@ class Arguments:
         wanted = VARIABLES["merge_output"].read(environ) if self.merge_output is None else self.merge_output
         return wanted and size > 1 and self.prefix(size)
 
-    def _size(
-        self, hosts: Sequence[Host], servers: int, environ: Mapping[str, str], count_accelerators: Callable[[], int]
-    ) -> int:
+    def _size(self, hosts: Sequence[Host], environ: Mapping[str, str], count_accelerators: Callable[[], int]) -> int:
         """Returns the number of processes: as requested, else slots of given or allocated hosts, accelerators, or 1."""
         if self.nproc_per_node is not None:
             return self.nproc_per_node * max(1, len(hosts))
@@ -305,7 +302,15 @@ class Arguments:
             slots = total_slots(hosts) or allocated_slots(environ) or 0
             if hosts or slots > 1:
                 return slots
-        return (self.num_proc or count_accelerators() or 1) + (1 + servers if servers else 0)
+        return self._with_servers(self.num_proc or count_accelerators() or 1)
+
+    @property
+    def processes(self) -> int | None:
+        """How many processes are requested, with the chief and the servers of a job that has some."""
+        return None if self.num_proc is None else self._with_servers(self.num_proc)
+
+    def _with_servers(self, workers: int) -> int:
+        return workers + (1 + self.ps if self.ps else 0)
 
     def _check_elastic(self) -> None:
         is_elastic = any(getattr(self, name) is not None for name in _MAKE_ELASTIC)
@@ -372,6 +377,8 @@ class Arguments:
             hosts = parse_hosts(self.hosts)
         elif hostfile is not None:
             hosts = parse_hostfile(Path(hostfile))
+        if not hosts:
+            check_allocation(environ)
         ranks = self.nproc_per_node
         if ranks is None:
             return hosts

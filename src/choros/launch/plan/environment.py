@@ -68,6 +68,23 @@ def in_slurm(environ: Mapping[str, str]) -> bool:
     return "SLURM_JOB_ID" in environ
 
 
+def check_allocation(environ: Mapping[str, str]) -> None:
+    """Raises a ``ConfigError`` for an allocation that mpirun knows only in part.
+
+    >>> check_allocation({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"})
+    Traceback (most recent call last):
+    choros.errors.ConfigError: this allocation of SLURM has 2 components, and mpirun knows only the first one: start \
+the ranks without chorosrun, as tasks of srun --het-group=0,1 (docs/slurm.md).
+    """
+    count = environ.get("SLURM_HET_SIZE")
+    if count is not None:
+        groups = ",".join(map(str, range(int(count))))
+        raise ConfigError(
+            f"this allocation of SLURM has {count} components, and mpirun knows only the first one: start the ranks "
+            f"without chorosrun, as tasks of srun --het-group={groups} (docs/slurm.md)."
+        )
+
+
 def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns variables to start mpirun's daemons in the user's job step: their own would wait in ``srun --pty``."""
     return {"SLURM_OVERLAP": environ.get("SLURM_OVERLAP", "1")} if in_slurm(environ) else {}

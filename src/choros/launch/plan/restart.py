@@ -132,7 +132,8 @@ def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...],
 
 
 def moved(job: Job, elastic: Elastic, hosts: tuple[Host, ...]) -> Restart | None:
-    """Returns how to start a running job, as last started, on the changed hosts; ``None``: it stays as it is.
+    """Returns how to start a running job, as last started, on the changed hosts; ``None``: it stays as it is. The slots
+    that hosts of its ranks have had all along, it fills by itself.
 
     >>> job = Job(("train",), 2, (Host("a", 2),))
     >>> moved(job, Elastic(1, 4), (Host("a", 2), Host("b", 2)))
@@ -140,11 +141,15 @@ def moved(job: Job, elastic: Elastic, hosts: tuple[Host, ...]) -> Restart | None
     >>> moved(job, Elastic(1, 2), (Host("a", 2), Host("b", 2)))
     >>> moved(job, Elastic(1, 2), (Host("b", 2),))
     Restart(size=2, hosts=(Host(name='b', slots=2),))
+    >>> moved(job, Elastic(1, 4), (Host("a", 2),)), moved(replace(job, size=1), Elastic(1, 4), (Host("a", 2),))
+    (None, None)
     """
     used, there = Counter(hosts_of_ranks(job.hosts, job.size)), {host.name: host.slots for host in hosts}
+    had = {host.name: host.slots for host in job.hosts if host.name in used}
     size = min(total_slots(hosts), elastic.most)
     stays = all(there.get(name, 0) >= count for name, count in used.items())
-    if size < elastic.least or (stays and size <= job.size):
+    grows = size > job.size and any(slots > had.get(name, 0) for name, slots in there.items())
+    if size < elastic.least or (stays and not grows):
         return None
     return Restart(size, hosts)
 
