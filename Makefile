@@ -42,7 +42,7 @@ test-gpu:  ## Train on this machine's GPUs, with the frameworks of this Python t
 	$(BIN)/python -m pytest tests/gpu
 
 test-clusters: $(VENV)/clusters  ## Run the tests that need Ray, or Spark and Java
-	$(BIN)/python -m pytest -m "ray or spark" tests/ray_face tests/spark_face
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "(ray or spark) and not nightly" tests/ray_face tests/spark_face
 
 test-versions: install  ## Try a wheel with each Python found, and each framework's oldest and newest release: make test-versions ONLY="3.13 jax"
 	cd tests && ../$(BIN)/python -m versions.run --tensorflow $(TENSORFLOW) $(ONLY)

@@ -29,6 +29,15 @@ def where():
     return choros.rank(), choros.size(), choros.local_size(), choros.cross_size(), allgather_object(os.uname().nodename)
 
 
+def read(rows):
+    """The sum of a column, and the file in which this machine has it."""
+    import choros
+
+    choros.init()
+    (values,) = rows.arrays("value")
+    return float(values.sum()), str(values.filename)
+
+
 def main(directory: Path) -> None:
     """Runs the jobs."""
     progress = directory / "progress"
@@ -41,6 +50,8 @@ def main(directory: Path) -> None:
 
     with machines(directory) as spark:
         found = choros.spark.run(where, num_proc=2, start_timeout=60)
+        df = spark.session.createDataFrame([(float(value),) for value in range(100)], ["value"])
+        rows = choros.spark.run(read, (choros.spark.write_parquet(df, directory / "rows"),), num_proc=2)
         expected = choros.spark.run(fit, num_proc=2, env=TORCH)
         threading.Thread(target=kill).start()
         commits = {"commit_dir": str(directory / "commits"), "commit_steps": 1}
@@ -48,7 +59,12 @@ def main(directory: Path) -> None:
         left = len(spark.ranks())
     pairs = zip(again[0][0], expected[0][0], strict=True)
     difference = max(float(np.abs(np.subtract(own, other)).max()) for own, other in pairs)
-    print(json.dumps({"where": found, "steps": again[0][1], "difference": difference, "left": left}))
+    kept = [file for _, file in rows if os.path.exists(os.path.dirname(os.path.dirname(file)))]
+    print(
+        json.dumps(
+            {"rows": rows, "kept": kept, "where": found, "steps": again[0][1], "difference": difference, "left": left}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -81,7 +81,9 @@ def undisturbed():
     return choros.spark.run(fit, num_proc=2, env=TORCH)
 
 
-@pytest.mark.parametrize("which", ["the one that starts the ranks", "the other"])
+@pytest.mark.parametrize(
+    "which", ["the one that starts the ranks", pytest.param("the other", marks=pytest.mark.nightly)]
+)
 def test_an_executor_that_is_killed(spark, tmp_path, which):
     """The stage is tried again, and training goes on from the last commit, to the same weights."""
     expected = undisturbed()
@@ -116,6 +118,7 @@ def test_an_executor_that_is_killed(spark, tmp_path, which):
     assert spark.ranks() == []
 
 
+@pytest.mark.timeout(300)
 def test_machines_without_ssh(tmp_path):
     """Two machines, each with a worker of Spark's; an executor that is killed on the second one."""
     script = TESTS / "spark_face" / "machines_script.py"
@@ -127,6 +130,9 @@ def test_machines_without_ssh(tmp_path):
     machines = ["machine-0", "machine-1"]
     assert [each[:4] for each in found["where"]] == [[0, 2, 1, 2], [1, 2, 1, 2]]
     assert sorted(found["where"][0][4]) == machines
+    assert [total for total, _ in found["rows"]] == [4950.0] * 2
+    assert len({file for _, file in found["rows"]}) == 2  # in the executor's directory of each machine
+    assert found["kept"] == []
     assert found["difference"] < 1e-6, found
     assert found["steps"] <= 35, found
     assert found["left"] == 0

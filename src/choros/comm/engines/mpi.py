@@ -61,6 +61,7 @@ from choros.comm.engines.mpi_survivors import (  # noqa: E402
     common_bits,
     is_loss,
     revoke,
+    see_off,
     shrunk,
     unless_lost,
     why_not_to_go_on,
@@ -442,7 +443,9 @@ def finalize() -> None:
         _job.admissions.end()
     while len(_meet(_job.world, leaves=True)) < _job.world.Get_size():
         pass  # others have called init() again: it raises an error there
-    if not _job.has_lost:
+    if _job.has_lost:
+        see_off(_job.world)
+    else:
         MPI.Finalize()
 
 

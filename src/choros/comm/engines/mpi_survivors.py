@@ -11,6 +11,7 @@ started with ``--with-ft ulfm``::
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -18,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from choros import durations
 from choros.comm.waiting import LongWait, wait_until
 
 T = TypeVar("T")
@@ -81,6 +83,15 @@ def shrunk(comm: MPI.Intracomm, make: Callable[[MPI.Intracomm], T]) -> T:
             problem = error
         if agreed(comm, completed=made is not None) and made is not None:
             return made
+
+
+def see_off(comm: MPI.Intracomm) -> None:
+    """Takes part in MPI's messages until all know that all leave: the last ones may need this process on their way."""
+    end = time.monotonic() + durations.FAREWELL
+    with contextlib.suppress(MPI.Exception):  # another one has gone, as it knows
+        farewell = comm.Ibarrier()
+        while not farewell.Test() and time.monotonic() < end:
+            time.sleep(durations.FAREWELL_LOOK)
 
 
 def why_not_to_go_on(hosts: Sequence[Hashable], left: Collection[int], least: int) -> str:
