@@ -1,0 +1,25 @@
+"""What the arguments of ``choros.spark`` mean, without a Spark."""
+
+from __future__ import annotations
+
+import os
+
+from choros.spark.run import _named
+from choros.spark.store import Store
+
+
+def test_arguments_of_choros_run_are_kept(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    own = {"mpi_args": "--tag-output", "network_interfaces": "lo", "commit_dir": "commits", "env": {"A": "b"}}
+    given, sentences = _named(None, 1, None, False, None, None, own)
+    assert (given["mpi_args"], given["network_interfaces"], given["env"]) == ("--tag-output", "lo", {"A": "b"})
+    assert given["commit_dir"] == os.path.join(tmp_path, "commits")  # the driver's, whatever directory executors have
+    given, _ = _named("--quiet", 2, ["eth1", "eth0"], False, None, None, own)
+    assert (given["mpi_args"], given["network_interfaces"], given["verbose"]) == ("--quiet", ["eth0", "eth1"], True)
+    assert sentences == []
+
+
+def test_a_store_is_a_directory_of_the_driver(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert Store.create("work/").prefix_path == os.path.join(tmp_path, "work")
+    assert Store.create("s3a://bucket/work/").prefix_path == "s3a://bucket/work"
