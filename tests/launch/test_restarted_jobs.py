@@ -59,6 +59,15 @@ def start(tmp_path, *arguments):
     return Running(*arguments, sys.executable, SCRIPT, env={"CHOROS_LOG_LEVEL": "WARNING"})
 
 
+def mpirun_of(job):
+    """The only child of chorosrun, but for a discovery script while that runs."""
+    for child in psutil.Process(job.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name() in ("mpirun", "prterun"):
+                return child
+    raise AssertionError("chorosrun has no mpirun")
+
+
 def ranks_of(job):
     return [psutil.Process(int(pid)) for pid in re.findall(r"pid=(\d+)", job.output)]
 
@@ -66,7 +75,7 @@ def ranks_of(job):
 def test_mpirun_is_killed(tmp_path):
     with start(tmp_path, "-np", 2, "--output-dir", tmp_path / "logs") as job:
         job.wait_for(2, "ready")
-        (mpirun,) = psutil.Process(job.process.pid).children()
+        mpirun = mpirun_of(job)
         mpirun.kill()
         ended = job.end()
         job.assert_nothing_left()
@@ -93,7 +102,7 @@ def test_a_job_that_is_not_started_again_says_why(tmp_path, flags, why):
     hosts.chmod(0o755)
     with start(tmp_path, "-np", 2, "--host-discovery-script", hosts, *flags) as job:
         job.wait_for(2, "ready")
-        (mpirun,) = psutil.Process(job.process.pid).children()
+        mpirun = mpirun_of(job)
         (tmp_path / "lost").touch()
         mpirun.kill()
         ended = job.end()
@@ -108,7 +117,7 @@ def test_fit_goes_on_in_the_middle_of_an_epoch_when_mpirun_was_killed(tmp_path):
     flags = ("-np", 2, "--min-np", 1, "--commit-dir", tmp_path / "commits", "--commit-steps", 3)
     with Running(*flags, sys.executable, script, env={"KERAS_BACKEND": backend()}, warm=True) as job:
         job.wait_for(2, "ready")
-        (mpirun,) = psutil.Process(job.process.pid).children()
+        mpirun = mpirun_of(job)
         mpirun.kill()
         ended = job.end()
         job.assert_nothing_left()
