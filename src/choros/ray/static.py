@@ -36,7 +36,7 @@ class StaticAdapter:
         """Starts actors and ranks; each makes an object by ``create``."""
         self.strategy = StaticPlacement(self._settings.placement_group_timeout_s, self._resources, **self._where)
         self.workers = handles = self.strategy.create_workers()
-        secret, seconds = new_secret(), self._settings.placement_group_timeout_s
+        secret, seconds = new_secret(), self._settings.placement_group_timeout_s + self._settings.timeout_s
         try:
             places = ray.get([each.listen.remote(secret) for each in handles], timeout=seconds)
         except ray.exceptions.GetTimeoutError as error:  # a placement group of the user's may have too few bundles
