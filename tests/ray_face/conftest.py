@@ -22,7 +22,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reason = missing() if "ray" in config.getoption("markexpr", "") else REASON
     for item in items:
         if item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.xdist_group("ray"), append=False)
             item.add_marker(pytest.mark.filterwarnings("ignore"))  # Ray's own
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -14,7 +14,7 @@ import pytest
 
 from ray_face import training
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
 def trained(cluster, folder, fault, *, add_node=False, until=0, **given):

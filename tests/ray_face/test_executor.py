@@ -14,7 +14,7 @@ import pytest
 
 from ray_face import training
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from harness import TESTS
 from ray_face.machines import machines, wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
 @pytest.mark.timeout(280)

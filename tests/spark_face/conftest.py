@@ -15,7 +15,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reason = missing() if "spark" in config.getoption("markexpr", "") else REASON
     for item in items:
         if item.get_closest_marker("spark"):
-            item.add_marker(pytest.mark.xdist_group("spark"), append=False)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -11,7 +11,7 @@ import pytest
 
 from harness import TESTS, needs
 
-pytestmark = [pytest.mark.spark, needs("torch")]
+pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark"), needs("torch")]
 
 
 @pytest.mark.parametrize("which", ["keras", "torch"])

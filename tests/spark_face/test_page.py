@@ -16,6 +16,7 @@ FRAGMENTS = ("What happens when an executor goes",)
 
 @pytest.mark.spark
 @pytest.mark.nightly
+@pytest.mark.xdist_group("spark")
 def test_the_programs_of_the_page(tmp_path):
     codes = [code for heading, code in blocks((DOCS / "spark.md").read_text()) if heading not in FRAGMENTS]
     program = tmp_path / "program.py"

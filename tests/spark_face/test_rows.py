@@ -10,7 +10,7 @@ from choros.data.rows import order_of
 from choros.errors import ConfigError
 from spark_face.training import TORCH, built, weights_of_rows
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark")]
 
 ROWS, BATCH = 1_000_000, 4096
 

@@ -17,7 +17,7 @@ from choros.errors import ConfigError, LaunchError, WorkerFailed
 from harness import TESTS
 from spark_face.training import TORCH, describe, fail_on, fit
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("spark")]
 
 
 def test_results_in_rank_order_and_output_on_the_driver(spark, capsys):
