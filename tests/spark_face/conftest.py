@@ -14,9 +14,8 @@ REASON = "Spark's tests are a stage of their own: pytest -m spark tests/spark_fa
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = missing() if "spark" in config.getoption("markexpr", "") else REASON
     for item in items:
-        if item.get_closest_marker("spark"):
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("spark") and reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")
