@@ -62,20 +62,21 @@ class ActorPool:
         self._most, self._discovery = most, discovery
         self._anywhere = most or sum(self._room().values())
         self._hired: list[_Hired] = []
-        self._failure = ""
+        self._failure, self._has_begun = "", False
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="choros: actors", daemon=True)
         self._thread.start()
 
     def wait(self, least: int, seconds: float) -> None:
-        """Waits until there are ``least`` actors; a moment longer, for more. ``TimeoutError``: there are not."""
+        """Waits for ``least`` actors, and once a moment longer, for more. ``TimeoutError``: there are not so many."""
         there = self._registry.wait(lambda actors: len(actors) >= least, seconds)
         if not there:
             if self._failure:
                 raise LaunchError(f"{least} workers of Ray's did not start within {seconds:g} s: {self._failure}")
             raise no_room(f"{least} workers with {dict(self._worker)}", seconds)
-        if self.most != least:
+        if self.most != least and not self._has_begun:
             self._registry.wait(lambda actors: len(actors) >= self.most, durations.RAY_MORE)
+        self._has_begun = True
 
     @property
     def most(self) -> int:
