@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
+from choros.launch.plan.arguments import Arguments
+from choros.launch.run import pack
+from choros.spark import own_machine
+from choros.spark.host import _visible_to
+from choros.spark.plan import TaskPlace, machines_of
 from choros.spark.run import _named
 from choros.spark.store import Store
+from choros.transport.address import this_host
 
 
 def test_arguments_of_choros_run_are_kept(monkeypatch, tmp_path):
@@ -23,3 +31,12 @@ def test_a_store_is_a_directory_of_the_driver(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert Store.create("work/").prefix_path == os.path.join(tmp_path, "work")
     assert Store.create("s3a://bucket/work/").prefix_path == "s3a://bucket/work"
+
+
+@pytest.mark.parametrize(("env", "seen"), [({}, "2,0"), ({"CUDA_VISIBLE_DEVICES": ""}, "")])
+def test_ranks_see_the_gpus_of_their_machine_unless_the_user_says_which(env, seen, monkeypatch):
+    monkeypatch.setattr(own_machine, "_own", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES", "as of the executor"))
+    machines = machines_of([TaskPlace(this_host(), "10.0.0.1", "/tmp/x", (gpu,)) for gpu in "20"])
+    own_machine.open_call(pack(dict), _visible_to(Arguments(env=env), machines))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen

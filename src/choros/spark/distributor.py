@@ -10,6 +10,7 @@ from typing import Any, final
 
 from choros.errors import ConfigError
 from choros.launch.run import run as run_here
+from choros.spark.own_machine import VISIBLE
 from choros.spark.run import run
 
 
@@ -43,7 +44,7 @@ class Distributor:
         given = (train_object, *map(str, args)) if isinstance(train_object, str) else args
         own = dict(self._arguments)
         if not self.use_gpu:
-            own["env"] = {**own.get("env", {}), "CUDA_VISIBLE_DEVICES": ""}
+            own["env"] = {**own.get("env", {}), VISIBLE: ""}
         start = run_here if self.local_mode else run
         results: list[Any] = start(function, given, kwargs, num_proc=self.num_processes, **own)
         return results[0]

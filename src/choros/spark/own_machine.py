@@ -11,7 +11,7 @@ from choros.launch.bootstrap import unpack
 from choros.spark.plan import Machine, machine_of
 from choros.transport.address import this_host
 
-VISIBLE = "CUDAVISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: The machine of this rank; ``None`` in processes that Spark has not placed.
 _own: Machine | None = None
 

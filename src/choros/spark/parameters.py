@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -185,8 +186,9 @@ class RowsEstimator(Estimator, Parameterized):
                 stack.callback(held_out.delete)
             return self._train(plan, rows, held_out)
 
+    @abstractmethod
     def _train(self, plan: FitPlan, rows: ParquetRows, held_out: ParquetRows | None) -> Any:
-        raise NotImplementedError
+        """Trains, and returns the model."""
 
 
 def _split(df: DataFrame, validation: Any, seed: int) -> tuple[DataFrame, DataFrame | None]:
