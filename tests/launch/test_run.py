@@ -40,6 +40,23 @@ def leave():
     raise SystemExit(0)
 
 
+def train_until_there_are(ranks, rows):
+    import choros.torch as hvd
+
+    hvd.init()
+    state = hvd.elastic.ObjectState(steps=0)
+
+    @hvd.elastic.run
+    def train(state):
+        while hvd.size() < ranks:
+            hvd.allgather_object(hvd.rank())
+            state.steps += 1
+            state.commit()
+
+    train(state)
+    return hvd.rank(), hvd.size(), len(rows)
+
+
 def test_results_in_order(capsys, tmp_path):
     assert run(add_rank, (10,), {"plus": 100}, num_proc=2, output_dir=tmp_path) == [110, 111]
     assert sorted(capsys.readouterr().out.splitlines()) == ["[0] rank 0 of 2", "[1] rank 1 of 2"]
@@ -51,6 +68,12 @@ def test_large_arguments_and_results():
     data = bytes(range(256)) * 16384
     lengths = run(lambda given: (given * factor)[-8 * 1024 * 1024 :], (data,), num_proc=2)
     assert lengths == [(data * factor)[-8 * 1024 * 1024 :]] * 2
+
+
+def test_a_job_of_one_rank_grows():
+    rows = bytes(2 << 20)
+    results = run(train_until_there_are, (2, rows), num_proc=1, min_num_proc=1, max_num_proc=2, hosts="localhost:2")
+    assert results == [(0, 2, len(rows)), (1, 2, len(rows))]
 
 
 def test_one_rank_needs_no_mpi():

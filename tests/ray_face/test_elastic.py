@@ -17,13 +17,15 @@ from ray_face import training
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
-def trained(cluster, folder, fault, *, add_node=False, until=0, **given):
+def trained(cluster, folder, fault, *, starts_with, add_node=False, until=0, **given):
     """The reports of an elastic job, during whose first epoch ``fault`` is called with the executor and a new node."""
     from choros.ray import RayExecutor
 
     node = cluster.add_node(num_cpus=1) if add_node else None
     job = RayExecutor(RayExecutor.create_settings(), env_vars={"KERAS_BACKEND": "torch"}, min_workers=1, **given)
     job.start()
+    while len(job.adapter._registry.actors) < starts_with:  # Ray may be slow to start the last ones
+        time.sleep(0.05)
     problems = []
 
     def disturb():
@@ -52,7 +54,7 @@ def check(reports) -> None:
 
 
 def kill_an_actor(job, node) -> None:
-    actor = next(each for each in job.adapter._registry._actors if each.rank == 1)
+    actor = next(each for each in job.adapter._registry.actors if each.rank == 1)
     os.kill(actor.place.pid, signal.SIGKILL)
 
 
@@ -71,7 +73,7 @@ def drain_a_node(job, node) -> None:
 
 
 def test_a_killed_actor_is_replaced(cluster, tmp_path) -> None:
-    reports = trained(cluster, tmp_path, kill_an_actor, max_workers=2, until=2)
+    reports = trained(cluster, tmp_path, kill_an_actor, starts_with=2, max_workers=2, until=2)
     check(reports)
     assert [report["size"] for report in reports] == [2, 2]
     assert min(map(int, (tmp_path / "sizes").read_text().split())) == 1
@@ -79,7 +81,22 @@ def test_a_killed_actor_is_replaced(cluster, tmp_path) -> None:
 
 @pytest.mark.parametrize("fault", [kill_a_node, drain_a_node])
 def test_a_node_goes(cluster, tmp_path, fault) -> None:
-    reports = trained(cluster, tmp_path, fault, add_node=True, max_workers=3)
+    reports = trained(cluster, tmp_path, fault, starts_with=3, add_node=True, max_workers=3)
     check(reports)
     assert [report["size"] for report in reports] == [2, 2]
     assert all(report["fewest"] == 2 for report in reports)
+
+
+def test_an_actor_that_comes_late(cluster, tmp_path) -> None:
+    import ray
+
+    class Other:
+        def is_there(self) -> bool:
+            return True
+
+    other = ray.remote(num_cpus=1)(Other).remote()  # another program's, which has a CPU of the cluster
+    ray.get(other.is_there.remote())
+    reports = trained(cluster, tmp_path, lambda *_: ray.kill(other), starts_with=1, max_workers=2, until=2)
+    check(reports)
+    assert [report["size"] for report in reports] == [2, 2]
+    assert reports[0]["fewest"] == 1

@@ -14,17 +14,21 @@ import cloudpickle
 #: Pickled objects, in the order of the calls.
 Facts = Sequence[bytes]
 
-#: Larger objects are not kept: a new rank has to do with its own.
-_LARGEST = 1 << 20
+#: As many bytes of objects are kept: for those that come later, a new rank has to do with its own.
+_MOST = 256 << 20
 _facts: list[bytes] = []
 _learned: Facts = ()
 _are_noted = True
+_room = _MOST
 
 
 def note_fact(pickled: bytes) -> None:
     """Notes an object that all ranks have now."""
+    global _room
     if _are_noted:
-        _facts.append(pickled if len(pickled) <= _LARGEST else b"")
+        kept = pickled if len(pickled) <= _room else b""
+        _room -= len(kept)
+        _facts.append(kept)
 
 
 def learned_fact(own: Any) -> Any:

@@ -23,6 +23,7 @@ import cloudpickle
 
 from choros.errors import ConfigError
 from choros.launch.protocol.wrapper_options import RESULT_FD
+from choros.settings import VARIABLES
 from choros.topology import detect
 
 #: What cloudpickle raises, and what to do about it.
@@ -61,9 +62,10 @@ def _receive() -> bytes:
     body = sys.stdin.buffer.read() if topology.rank == 0 else None
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
-    if topology.size > 1:
+    if topology.size > 1 or VARIABLES["elastic"].read(os.environ):  # which may have other ranks later
         body = _broadcast(body)
-    assert body is not None  # noqa: S101  (rank 0 has read it, the other ranks have received it)
+    if body is None:
+        raise ConfigError("a rank that joins later cannot have what choros.run calls: it is larger than 256 MiB.")
     return body
 
 
