@@ -27,12 +27,16 @@ def job_of(item: pytest.Item | None) -> Job | None:
 
 def pure(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Tests without ranks."""
-    return [item for item in items if job_of(item) is None and not item.get_closest_marker("slow")]
+    return [item for item in items if job_of(item) is None and not _takes_long(item)]
 
 
 def quick(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Tests of at most two ranks and one framework."""
-    return [item for item in items if job_of(item) in QUICK and not item.get_closest_marker("slow")]
+    return [item for item in items if job_of(item) in QUICK and not _takes_long(item)]
+
+
+def _takes_long(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("slow", "nightly"))
 
 
 def once(items: Iterable[pytest.Item]) -> list[pytest.Item]:

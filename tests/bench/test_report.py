@@ -86,7 +86,7 @@ def test_the_notes_of_overhead() -> None:
 
 def test_json_is_written_atomically(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    write_json(file, {"cores": 2}, [row("choros", 1.0)])
+    write_json(file, {"machine": {"cores": 2}, "rows": [row("choros", 1.0).as_json()]})
     written = json.loads(file.read_text())
     assert list(written) == ["machine", "rows"]
     assert {"bench", "peer", "ranks", "best_s", "median_s", "cpu_s", "bytes", "dtype"} <= written["rows"][0].keys()

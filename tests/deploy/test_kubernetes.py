@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from choros.deploy.kubernetes import KINDS, PodJob, documents
+from choros.deploy.kubernetes import KINDS, PodJob
 from choros.errors import ConfigError
 from launch.launched import rank_script
 from launch.pods import indexed_job, several_pods
@@ -63,7 +63,7 @@ def jobs():
 @pytest.mark.parametrize("job", jobs(), ids=lambda job: job.name)
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_of_kubernetes_itself_are_valid(kind, job):
-    found = documents(kind, job, "00" * 16)
+    found = KINDS[kind](job, "00" * 16)
     own = [each for each in found if "kubeflow" not in each["apiVersion"] and "trainer" not in each["apiVersion"]]
     pods = [role["template"]["spec"] for role in roles(found[-1]).values()] if kind == "mpijob" else []
     if kind == "trainjob":
@@ -81,13 +81,13 @@ def roles(document):
 
 @pytest.mark.parametrize("job", jobs(), ids=lambda job: job.name)
 def test_documents_of_kubeflow_are_valid(job):
-    *_, runtime, train = documents("trainjob", job, "00" * 16)
+    *_, runtime, train = KINDS["trainjob"](job, "00" * 16)
     for model, document in (
         (kubeflow.TrainerV1alpha1ClusterTrainingRuntime, runtime),
         (kubeflow.TrainerV1alpha1TrainJob, train),
     ):
         assert_kept(document, model.from_dict(document).to_dict())
-    _, mpi = documents("mpijob", job, "")
+    _, mpi = KINDS["mpijob"](job, "")
     jsonschema.validate(mpi["spec"], MPI_JOB)
     mpi["spec"]["slotsPerWorker"] = "1"
     with pytest.raises(jsonschema.ValidationError, match="is not of type 'integer'"):
@@ -133,7 +133,10 @@ def test_jobs_that_cannot_be(given, message):
 
 @pytest.mark.slow
 def test_four_pods_of_an_indexed_job_train_and_one_that_is_killed_comes_back(tmp_path):
-    script = rank_script(tmp_path / "train.py", TRAINS)
+    ends = "if state.step == 39 and communicator.size < 4: time.sleep(0.1); state.commit(); continue"
+    loop = "    while state.step < 40:\n"
+    assert loop in TRAINS
+    script = rank_script(tmp_path / "train.py", TRAINS.replace(loop, f"{loop}        {ends}\n"))
     code, out, _ = printed("--np", 4, "--min-np", 3, "--commit-claim", "c", sys.executable, script)
     assert code == 0
     secret, *_, job = yaml.safe_load_all(out)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grain
 import keras
@@ -20,8 +21,10 @@ import torch.utils.data as torch_data
 from numpy.typing import NDArray
 
 import choros
+import choros.keras as choros_keras
 from arrays.frameworks import FRAMEWORK, make
 from choros.arrays import adapter_of
+from choros.data import same_rows
 from choros.data.kinds import kind_of
 from choros.distribute import AutoShardPolicy, datasets
 from choros.distribute.datasets import DistributedDataset
@@ -440,6 +443,52 @@ def case_a_shuffle_without_a_seed_is_rejected() -> None:
         sorted(itertools.chain(*itertools.chain(*check_synchronized(datasets.distribute(within, replicas())))))
         == files.numbers
     )
+
+
+def case_processes_have_other_rows() -> None:
+    rank = choros.rank()
+    whole = np.random.default_rng(rank).permutation(12)
+    names = [f"/of/rank/{rank}/{number}" for number in whole]
+    subset = torch_data.Subset(Examples(12), whole.tolist())
+    tensors = torch_data.TensorDataset(torch.tensor(whole))
+    others = [
+        tf.data.Dataset.from_tensor_slices(whole).batch(4),
+        tf.data.Dataset.from_tensor_slices(names).map(tf.strings.length).batch(4),
+        tf.data.Dataset.range(12).shuffle(12, seed=rank + 1).batch(4),
+        torch_data.DataLoader(subset, batch_size=4),
+        torch_data.DataLoader(Examples(12), batch_size=4, sampler=torch_data.SubsetRandomSampler(whole)),
+        torch_data.DataLoader(tensors, batch_size=4),
+    ]
+    for data in others:
+        with pytest.raises(ConfigError, match="different data: rank 1 has not the same rows as rank 0"):
+            datasets.distribute(data, replicas())
+    same = tf.data.Dataset.from_tensor_slices(sorted(names)).map(tf.strings.length).batch(4)  # in other directories
+    assert len(list(datasets.distribute(same, replicas()))) == 3
+    own = datasets.distribute(with_policy(others[0], AutoShardPolicy.OFF), replicas())
+    assert sorted(itertools.chain(*(batch.numpy().tolist() for batch in own))) == list(range(12))
+    with pytest.raises(ConfigError, match="shuffled without a seed"):
+        choros_keras.shard(tf.data.Dataset.range(12).shuffle(12), batch_size=4)
+
+
+class Drawn(keras.utils.PyDataset):
+    def __init__(self, order: NDArray) -> None:
+        super().__init__()
+        self.order = order
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        rows = self.order[4 * index : 4 * index + 4]
+        return np.zeros((4, 1)), rows
+
+
+def case_a_py_dataset_in_another_order_on_each_process() -> None:
+    with mock.patch.object(same_rows._log, "warning") as warned:
+        datasets.distribute(Drawn(np.arange(12)), replicas())
+        assert not warned.called
+        datasets.distribute(Drawn(np.random.default_rng(choros.rank()).permutation(12)), replicas())
+    assert warned.called == (choros.rank() == 0)
 
 
 def case_a_shuffle_with_a_seed_is_distributed() -> None:

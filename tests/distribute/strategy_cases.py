@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from pathlib import Path
 
 import keras
@@ -300,6 +301,37 @@ def case_shuffled_epochs_see_every_example_once():
     x = np.zeros((N, 1), "float32")
     history = fit(model, x, 2.0 ** np.arange(N) % 1009, batch_size=BATCH, shuffle=True, epochs=3)
     np.testing.assert_allclose(history["sum"], [(2.0 ** np.arange(N) % 1009).sum()] * 3, rtol=1e-6)
+
+
+def case_processes_have_other_rows():
+    with strategy().scope():
+        model = build()
+    x, y = data()
+    order = np.random.default_rng(choros.rank()).permutation(N)
+    one_hot = np.eye(CLASSES, dtype="float32")[y[order]]
+    other = {
+        "different data: rank 1 has not the same rows as rank 0": lambda: model.fit(x[order], y[order], verbose=0),
+        "keras.utils.set_random_seed": lambda: model.fit(x, y, validation_data=(x[order], y[order]), verbose=0),
+        "random_state=": lambda: model.evaluate(np.zeros((N, FEATURES)), one_hot, verbose=0),
+        "choros.keras": lambda: model.predict(x[: N - choros.rank()], verbose=0),
+    }
+    for text, call in other.items():
+        with pytest.raises(ConfigError, match=text):
+            call()
+    x = x + np.float32(1e-7 * choros.rank())  # of another processor
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+
+
+def case_all_processes_draw_the_same_numbers():
+    random.seed(choros.rank())
+    np.random.seed(choros.rank())
+    made = distribute.MirroredStrategy()
+    with made.scope():
+        model = build()
+    drawn = [random.random(), np.random.permutation(N).tolist()]
+    model.fit(*data(), batch_size=BATCH, verbose=0)
+    drawn += [random.random(), np.random.permutation(N).tolist()]
+    assert allgather_object(drawn) == [drawn] * choros.size()
 
 
 # ── every kind of data ───────────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ ON_SOME = {
     "case_shuffle_continues_after_resuming": "torch",
     "case_shard_of_arrays_is_the_index_split": "torch",
     "case_shard_of_invalid_data_is_an_error": "torch",
+    "case_shard_of_pandas_counts_rows_by_position": "torch",
     # Fit on a shard of a PyDataset runs on all, and so do uneven batches.
     "case_shard_of_a_py_dataset_whose_last_batch_is_tiny": "torch",
     "case_sgd_on_even_batches": "torch",

@@ -252,7 +252,7 @@ def case_ranks_with_different_numbers_of_batches_and_many_options():
     start, end = hvd.shard_range(len(x), hvd.rank(), hvd.size())
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), backward_passes_per_step=3)
     model = build(same_start=False, optimizer=keras.optimizers.LossScaleOptimizer(optimizer))
-    warmup = hvd.callbacks.LearningRateWarmupCallback(warmup_epochs=2, steps_per_epoch=5)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(warmup_epochs=2)
     history = fit(
         model,
         x[start:end],
@@ -374,6 +374,19 @@ def case_shard_of_arrays_is_the_index_split():
     part = hvd.shard({"x": x, "y": [y, None]})
     np.testing.assert_array_equal(part["x"], x[start:end])
     np.testing.assert_array_equal(part["y"][0], y[start:end])
+
+
+def case_shard_of_pandas_counts_rows_by_position():
+    import pandas
+
+    frame = pandas.DataFrame({"a": np.arange(UNEVEN)}).sample(frac=1, random_state=1)
+    for shuffle in (False, True):
+        part = hvd.shard((frame[["a"]].to_numpy(), frame["a"], frame), batch_size=BATCH, shuffle=shuffle)
+        rows = [part[index] for index in range(len(part))]
+        for arrays, series, table in rows:
+            np.testing.assert_array_equal(arrays[:, 0], series)
+            np.testing.assert_array_equal(arrays, table)
+        assert sorted(hvd.allgather(np.concatenate([row[1] for row in rows])).tolist()) == list(range(UNEVEN))
 
 
 def case_shard_of_invalid_data_is_an_error():

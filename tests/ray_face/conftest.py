@@ -55,3 +55,10 @@ def marked(mark: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def pid_of(actor) -> int:
+    """The process of an executor's actor."""
+    import ray
+
+    return ray.get(actor.handle.__ray_call__.remote(lambda _: os.getpid()))

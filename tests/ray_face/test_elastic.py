@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ray_face import training
+from ray_face.conftest import pid_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -55,7 +56,7 @@ def check(reports) -> None:
 
 def kill_an_actor(job, node) -> None:
     actor = next(each for each in job.adapter._registry.actors if each.rank == 1)
-    os.kill(actor.place.pid, signal.SIGKILL)
+    os.kill(pid_of(actor), signal.SIGKILL)
 
 
 def kill_a_node(job, node) -> None:

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from ray_face import training
+from ray_face.conftest import pid_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -120,7 +121,7 @@ def test_an_actor_is_killed(executor) -> None:
     job = executor(num_workers=2)
     job.start()
     actor = next(each for each in job.adapter._registry._actors if each.rank == 1)
-    threading.Timer(1.0, os.kill, (actor.place.pid, signal.SIGKILL)).start()
+    threading.Timer(1.0, os.kill, (pid_of(actor), signal.SIGKILL)).start()
     with pytest.raises(WorkerFailed, match="rank 1") as caught:
         job.run(time.sleep, args=[60])
     assert "its actor has ended" in caught.value.traceback

@@ -27,6 +27,8 @@ ON_SOME = {
     # Keras' trainer on JAX has the state of one optimizer.
     "case_two_optimizers": "torch tensorflow",
     "case_two_optimizers_and_a_sum": "torch",
+    "case_two_optimizers_that_were_created_outside_of_the_scope": "torch",
+    "case_metric_function_that_returns_a_ratio_is_said": "torch",
     "case_two_optimizers_in_horovods_face": "torch",
 }
 #: The cases of three ranks, on one framework.

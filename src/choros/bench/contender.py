@@ -3,7 +3,6 @@ that users would not have. What chorosrun sets is part of choros; ``mpi4py prepa
 how much that contributes.
 """
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from choros.errors import ConfigError
-from choros.launch.driver.machine import detect_mpirun
+from choros.launch.driver.machine import detect_mpirun, version_of
 from choros.launch.plan.cores import physical_cores
 from choros.launch.plan.mpi_implementations import OPEN_MPI_4, OPEN_MPI_5
 from choros.launch.processes.ports import free_ports
@@ -53,7 +52,11 @@ class Contender:
     @property
     def missing(self) -> list[str]:
         """Those of ``needs`` that are not installed. compat/horovod is not Horovod."""
-        return [module for module in self.needs if importlib.util.find_spec(module) is None or _is_choros(module)]
+        return [
+            module
+            for module in self.needs
+            if importlib.util.find_spec(module) is None or version_of(module).endswith("+choros")
+        ]
 
     def check_installed(self) -> None:
         """Raises ``ContenderFailed`` if one of ``needs`` is missing."""
@@ -68,14 +71,6 @@ class ContenderFailed(RuntimeError):
 def process(module: str, *arguments: str) -> list[str]:
     """Returns Python's arguments for a module below ``choros.bench.processes``."""
     return ["-m", f"choros.bench.processes.{module}", *arguments]
-
-
-def _is_choros(module: str) -> bool:
-    """Whether choros is behind the name of another library, as compat/horovod is."""
-    try:
-        return importlib.metadata.version(module).endswith("+choros")
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def check_names(only: Sequence[str], names: Sequence[str]) -> None:

@@ -5,23 +5,18 @@ One job after the other: memory that processes have at the same time would be th
 
 import json
 import math
-import os
-import signal
-import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from choros import durations
 from choros.bench.cases import format_bytes
-from choros.bench.contender import CHOROS, ContenderFailed, LaunchCommand, chorosrun, process
+from choros.bench.contender import CHOROS, ContenderFailed, chorosrun, process
 from choros.bench.figures import format_ranks
-from choros.bench.process_group import reason_in
+from choros.bench.process_group import run_to_end
 from choros.bench.report import Table, grouped
-from choros.launch.processes.process_tree import die_with_parent
 
 #: The layers of the model, the rows of a batch of a rank, and the steps.
 LAYERS, BATCH, STEPS = 25, 8, 4
@@ -64,33 +59,12 @@ def width_of(parameters: int, layers: int = LAYERS) -> int:
 def measure(framework: str, shard_state: bool, ranks: int, parameters: int) -> MemoryRow:
     """Trains in a job of its own, and returns what its ranks needed; or raises ``ContenderFailed``."""
     with tempfile.TemporaryDirectory(prefix="choros-bench-") as directory:
-        words = process("memory", directory, str(parameters), str(LAYERS), str(shard_state))
+        words = process("memory", directory, str(parameters), str(shard_state))
         (command,) = chorosrun(ranks, words)
-        _run(command, {"KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"})
+        run_to_end(command, durations.BENCH_ANSWER, {"KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"})
         each = [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
     most = max(each, key=lambda figures: figures["peak"] - figures["before"])
     return MemoryRow(framework, shard_state, ranks, most["parameters"], most["before"], most["peak"])
-
-
-def _run(command: LaunchCommand, environ: dict[str, str]) -> None:
-    with subprocess.Popen(
-        command.argv,
-        env={**os.environ, **command.environ, **environ},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        preexec_fn=partial(die_with_parent, os.getpid()),
-    ) as started:
-        try:
-            output, _ = started.communicate(timeout=durations.BENCH_ANSWER)
-        except subprocess.TimeoutExpired as error:
-            started.send_signal(signal.SIGTERM)  # a launcher ends its ranks
-            raise ContenderFailed(str(error)) from error
-        except BaseException:
-            started.send_signal(signal.SIGTERM)
-            raise
-    if started.returncode != 0:
-        raise ContenderFailed(reason_in(output.decode(errors="replace"), f"exit code {started.returncode}"))
 
 
 def measure_all(

@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, final
@@ -19,7 +20,7 @@ import psutil
 
 from choros import durations
 from choros.bench.channel import ADDRESS, COORDINATOR, KEY, Barrier, Order
-from choros.bench.contender import Contender, ContenderFailed
+from choros.bench.contender import Contender, ContenderFailed, LaunchCommand
 from choros.bench.figures import Trial, trial_of
 from choros.launch.processes import process_tree
 from choros.transport.channel import Channel, ChannelClosed
@@ -176,6 +177,28 @@ def _with_path(argv: Sequence[str]) -> list[str]:
     if path is None:
         raise ContenderFailed(f"command not found: {argv[0]!r}")
     return [path, *argv[1:]]
+
+
+def run_to_end(command: LaunchCommand, seconds: float, environ: Mapping[str, str] = {}) -> None:
+    """Runs ``command``, which ends with this process; raises ``ContenderFailed`` if it fails, or lasts longer."""
+    try:
+        with subprocess.Popen(
+            command.argv,
+            env={**os.environ, **command.environ, **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(process_tree.die_with_parent, os.getpid()),
+        ) as started:
+            try:
+                output, _ = started.communicate(timeout=seconds)
+            except BaseException:
+                started.terminate()  # a launcher ends its ranks
+                raise
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ContenderFailed(str(error)) from error
+    if started.returncode != 0:
+        raise ContenderFailed(reason_in(output.decode(errors="replace"), f"exit code {started.returncode}"))
 
 
 def reason_in(output: str, codes: str) -> str:

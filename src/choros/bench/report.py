@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from choros.bench.cases import TrainCase
 from choros.bench.contender import CHOROS
@@ -149,16 +149,10 @@ def show(table: Table, stream: TextIO = sys.stdout) -> None:
         console.print(note)
 
 
-class _JsonRow(Protocol):
-    """A row of the JSON file."""
-
-    def as_json(self) -> dict[str, Any]: ...
-
-
-def write_json(path: Path, machine: Mapping[str, Any], rows: Sequence[_JsonRow]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes ``path`` atomically."""
     with unfinished(path) as name:
-        name.write_text(json.dumps({"machine": machine, "rows": [row.as_json() for row in rows]}, indent=1) + "\n")
+        name.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def check_writable(option: str, path: Path | None) -> None:

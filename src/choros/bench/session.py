@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import sys
@@ -22,6 +21,7 @@ from choros.bench.plot import check_matplotlib
 from choros.bench.report import ReportRow, Table, check_writable, show, write_json
 from choros.bench.run import Case, Effort, RunResult, Skipped, run_contenders
 from choros.bench.startup import CASES, run_starts
+from choros.launch.driver.machine import version_of
 from choros.launch.plan.cores import physical_cores
 
 #: The packages whose versions are recorded, if they are installed.
@@ -133,7 +133,7 @@ class BenchSession:
         if self._plot is not None and self.rows:
             plot(self._plot)
         if self._json is not None:
-            write_json(self._json, self.machine, self.rows)
+            write_json(self._json, {"machine": self.machine, "rows": [row.as_json() for row in self.rows]})
         return 0 if any(row.peer == CHOROS for row in self.rows) else 1
 
 
@@ -151,7 +151,7 @@ def machine() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "os": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": {name: version for name in PACKAGES if (version := version_of(name))},
     }
 
 
@@ -171,10 +171,3 @@ def _cpu() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

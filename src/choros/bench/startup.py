@@ -1,19 +1,17 @@
 """``choros bench start``: the time from a command to its end, for programs that do next to nothing, anew each trial."""
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from choros import durations
-from choros.bench.contender import CHOROS, Contender, ContenderFailed, LaunchCommand, chorosrun, mpirun, torchrun
+from choros.bench.contender import CHOROS, Contender, LaunchCommand, chorosrun, mpirun, torchrun
 from choros.bench.figures import Trial
-from choros.bench.process_group import reason_in
+from choros.bench.process_group import run_to_end
 from choros.bench.report import ReportRow, Table, compare, grouped
 from choros.bench.run import RunResult
-from choros.launch.processes.process_tree import die_with_parent
 
 _NOTHING = ("-c", "pass")
 _CHOROS = """
@@ -72,28 +70,9 @@ CASES: Cases = {
 
 def measure(command: LaunchCommand) -> Trial:
     """Runs ``command``, which must succeed; returns wall time, and CPU time of all its processes waited for."""
-    began = time.perf_counter()
-    try:
-        with subprocess.Popen(
-            command.argv,
-            env={**os.environ, **command.environ},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        ) as process:
-            before = _cpu_seconds()
-            try:
-                _, errors = process.communicate(timeout=durations.BENCH_STARTUP)
-            except BaseException:
-                process.terminate()  # a launcher ends its ranks
-                raise
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ContenderFailed(str(error)) from error
-    seconds = time.perf_counter() - began
-    if process.returncode != 0:
-        raise ContenderFailed(reason_in(errors.decode(errors="replace"), f"exit code {process.returncode}"))
-    return Trial(seconds, _cpu_seconds() - before)
+    began, before = time.perf_counter(), _cpu_seconds()
+    run_to_end(command, durations.BENCH_STARTUP)
+    return Trial(time.perf_counter() - began, _cpu_seconds() - before)
 
 
 def _cpu_seconds() -> float:

@@ -25,10 +25,14 @@ class DataKind(ABC):
     A kind must implement ``shard``. The other methods work for all iterable data sets; a kind overrides those for which
     its data sets need, or allow, another implementation. ``shuffles``: whether ``shard`` can shuffle. ``has_batches``:
     whether its data sets have batches, which ``shard`` splits; others may have examples, of which it makes batches.
+    ``augments``: whether what ``traits`` returns may differ where each process changes the same rows at random.
+    ``own_rows``: the user's words for data of which each process has rows of its own.
     """
 
     shuffles: ClassVar[bool] = False
     has_batches: ClassVar[bool] = False
+    augments: ClassVar[bool] = False
+    own_rows: ClassVar[str] = "choros.keras"
 
     @abstractmethod
     def shard(self, data: Any, sharding: Sharding) -> Any:
@@ -81,6 +85,12 @@ class DataKind(ABC):
         which must call this, have the same number of batches; ``None`` if the kind has no such data sets.
         """
         return None
+
+    def traits(self, data: Any) -> Iterable[Any]:
+        """Returns arrays that are equal on all processes if these read the same rows in the same order; none if that
+        is not known.
+        """
+        return ()
 
     def sources(self, data: Any) -> Iterable[Any]:
         """Returns ``data`` and all data sets that it is derived from; empty if those are not known."""

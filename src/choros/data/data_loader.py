@@ -75,6 +75,15 @@ class DataLoaderKind(DataKind):
             return StreamData(sharding, _parts_of, partial(_read, data))
         return _LoaderEpochs(data, sharding)
 
+    def traits(self, data: Any) -> Iterable[Any]:
+        """Returns the indices that were drawn before, such as those of ``random_split``, and tensors in memory."""
+        dataset, drawn = data.dataset, [getattr(data.sampler, "indices", None)]
+        while isinstance(dataset, torch_data.Subset):
+            drawn.append(dataset.indices)
+            dataset = dataset.dataset
+        tensors = dataset.tensors if isinstance(dataset, torch_data.TensorDataset) else ()
+        return [*(np.asarray(each) for each in drawn if each is not None), *(each.cpu().numpy() for each in tensors)]
+
     def batch_rows(self, data: Any) -> int | None:
         """Returns the loader's ``batch_size``."""
         rows: int | None = data.batch_size

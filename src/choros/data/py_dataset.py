@@ -8,6 +8,7 @@ from typing import Any, ClassVar, final
 
 import keras
 
+from choros.arrays import adapter_of
 from choros.data.data_kind import DataKind
 from choros.data.epochs import EpochData, FixedData, IndexedData
 from choros.data.plan import ShardBatches
@@ -23,7 +24,7 @@ from choros.data.rows import (
     shuffled_batch,
 )
 from choros.errors import ConfigError
-from choros.parallel.structure import map_structure
+from choros.parallel.structure import leaves, map_structure
 
 
 @final
@@ -100,6 +101,8 @@ class PartsDataset(keras.utils.PyDataset):
 def array_epochs(data: Any, batch_size: int, sharding: Sharding) -> IndexedData:
     """Returns the epochs of arrays in memory: arrays of one length, or tuples, lists and dicts of them."""
     check_batch_size(batch_size, sharding.part.count)
+    # Of pandas' objects, indices are labels.
+    data = map_structure(lambda leaf: leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf, data)
     n = count_rows(data)
     number = -(-n // batch_size)
 
@@ -122,6 +125,7 @@ class PyDatasetKind(DataKind):
 
     shuffles: ClassVar[bool] = True
     has_batches: ClassVar[bool] = True
+    augments: ClassVar[bool] = True
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         """Returns a ``PyDataset`` of the process's rows."""
@@ -143,6 +147,11 @@ class PyDatasetKind(DataKind):
             return FixedData(sharding, lambda: self.split(data, sharding.part), doubt)
         self.shard(data, sharding)  # the same errors
         return _PyDatasetEpochs(data, sharding)
+
+    def traits(self, data: Any) -> Iterable[Any]:
+        """Returns the labels of the first batch."""
+        labels = keras.utils.unpack_x_y_sample_weight(data[0])[1]
+        return [adapter_of(leaf).to_host(leaf) for leaf in leaves(labels)]
 
     def batches(self, data: Any) -> Iterator[Any]:
         """Yields the batches by index, with the calls of its methods for the beginning and the end of an epoch."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from choros.comm import Reduction, global_process_set
 from choros.data.rows import batch_sizes, check_global_batch
@@ -66,19 +67,29 @@ def chain(dataset: Any) -> Iterator[Any]:
 
 def check_order(dataset: Any) -> None:
     """Raises a ``ConfigError`` if the order of ``dataset`` may differ between processes, which prevents sharding."""
+    if (0, 0) in seeds_of(dataset):
+        raise ConfigError(
+            "the tf.data.Dataset is shuffled without a seed, so its order differs between processes, and their "
+            "parts would repeat and miss examples. Pass shuffle(…, seed=…) or list_files(…, seed=…), or create the "
+            "data set after the strategy, which sets the same seed on all processes."
+        )
+
+
+def seeds_of(dataset: Any) -> list[tuple[int, int]]:
+    """The seeds of all that draws random numbers in ``dataset``, as far as they are known."""
+    pairs: list[Any] = []
     for each in chain(dataset):
-        seeds = [(getattr(each, "_seed", None), getattr(each, "_seed2", None))]
-        seeds += [op.inputs[2:4] for op in _operations(each) if op.type.startswith("ShuffleDataset")]
-        if any(_is_zero(first) and _is_zero(second) for first, second in seeds):
-            raise ConfigError(
-                "the tf.data.Dataset is shuffled without a seed, so its order differs between processes, and their "
-                "parts would repeat and miss examples. Pass shuffle(…, seed=…) or list_files(…, seed=…), or create the "
-                "data set after the strategy, which sets the same seed on all processes."
-            )
+        pairs.append((getattr(each, "_seed", None), getattr(each, "_seed2", None)))
+        pairs += [op.inputs[2:4] for op in _operations(each) if op.type.startswith("ShuffleDataset")]
+    values = [tuple(None if seed is None else tf.get_static_value(seed) for seed in pair) for pair in pairs]
+    return [(int(first), int(second)) for first, second in values if first is not None and second is not None]
 
 
-def _is_zero(seed: Any) -> bool:
-    return seed is not None and tf.get_static_value(seed) == 0
+def constants_of(dataset: Any) -> list[NDArray[Any]]:
+    """The arrays in memory of which ``dataset`` is made, such as names of files."""
+    slices = [each for each in chain(dataset) if type(each).__name__ == "_TensorSliceDataset"]
+    tensors = [tensor for each in slices for tensor in each._tensors]
+    return [np.asarray(tensor) for tensor in tensors if hasattr(tensor, "numpy") and tensor.dtype != tf.variant]
 
 
 def _operations(dataset: Any) -> list[Any]:

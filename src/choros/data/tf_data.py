@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import tensorflow as tf
@@ -19,10 +19,12 @@ from choros.data.tf_auto_shard import (
     AutoShardPolicy,
     chain,
     check_order,
+    constants_of,
     count_rows,
     own_files,
     padded,
     policy_of,
+    seeds_of,
 )
 from choros.errors import ConfigError
 from choros.parallel.structure import map_structure
@@ -32,9 +34,12 @@ from choros.parallel.structure import map_structure
 class TfDataKind(DataKind):
     """``tf.data.Dataset``; under a strategy its auto-shard policy determines what a process reads."""
 
+    own_rows: ClassVar[str] = "options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF"
+
     def shard(self, data: Any, sharding: Sharding) -> Any:
         """Returns a ``Dataset`` of this process's examples, in batches if a batch size is given."""
         part = sharding.part
+        check_order(data)
         if sharding.batch_size is None:
             return data.shard(part.count, part.first)
         return split_rows(_batched(data, sharding.batch_size), part)
@@ -66,6 +71,12 @@ class TfDataKind(DataKind):
         shape = tf.nest.flatten(data.element_spec)[0].shape
         rows: int | None = shape[0] if shape.rank else None
         return rows
+
+    def traits(self, data: Any) -> Iterable[Any]:
+        """Returns the seeds of what is shuffled, and what lies in memory, such as names of files."""
+        if data.options().experimental_distribute.auto_shard_policy is AutoShardPolicy.OFF:
+            return ()
+        return [*constants_of(data), np.array(seeds_of(data), np.float64).reshape(-1)]
 
     def padded(self, own: Any) -> Any:
         """Pads ``own`` inside TensorFlow's graph."""

@@ -6,7 +6,7 @@ from typing import Any
 import click
 import yaml
 
-from choros.deploy.kubernetes import KINDS, PodJob, documents
+from choros.deploy.kubernetes import KINDS, PodJob
 
 
 @click.group()
@@ -54,4 +54,4 @@ def kubernetes(kind: str, command: tuple[str, ...], **given: Any) -> None:
     Without COMMAND it is `python train.py`. The key with which the pods know each other is made anew each time.
     """
     job = PodJob(command=command or ("python", "train.py"), **given)
-    click.echo(yaml.safe_dump_all(documents(kind, job, secrets.token_hex(32)), sort_keys=False), nl=False)
+    click.echo(yaml.safe_dump_all(KINDS[kind](job, secrets.token_hex(32)), sort_keys=False), nl=False)

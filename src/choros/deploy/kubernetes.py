@@ -71,11 +71,6 @@ class PodJob:
         return ["chorosrun", *flags, "-np", str(self.ranks), *elastic, *commits, *self.command]
 
 
-def documents(kind: str, job: PodJob, secret: str) -> list[Document]:
-    """Returns what is to be applied for a ``job`` of one of ``KINDS``; ``secret`` is the key of its processes."""
-    return KINDS[kind](job, secret)
-
-
 def _indexed_job(job: PodJob, secret: str) -> list[Document]:
     labels = {"app": job.name}
     spec = {"subdomain": job.name, "restartPolicy": "Never", **_pod_spec(job, "train", job.argv())}
@@ -235,7 +230,7 @@ def _pod_spec(job: PodJob, container: str, command: Sequence[str] | None, *, wit
     }
 
 
-#: By kind, what describes a job.
+#: By kind, what returns the documents to be applied for a job; the text is the key of its processes.
 KINDS: Mapping[str, Callable[[PodJob, str], list[Document]]] = {
     "job": _indexed_job,
     "trainjob": _train_job,

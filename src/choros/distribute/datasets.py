@@ -27,6 +27,7 @@ import numpy as np
 from choros.comm import global_process_set
 from choros.data.kinds import kind_of
 from choros.data.rows import Part, cut
+from choros.data.same_rows import check_same_rows
 from choros.distribute.replicas import Replicas
 from choros.distribute.types import InputContext, per_replica
 from choros.errors import ConfigError
@@ -47,8 +48,10 @@ def distribute(dataset: Any, replicas: Replicas) -> Any:
     if is_distributed(dataset):
         raise ConfigError("the data set has been distributed to the replicas already: pass the original one.")
     local = replicas.local_count
-    if local < replicas.count and global_process_set.communicator.elastic:
-        _warn_of_losses()
+    if local < replicas.count:
+        check_same_rows(dataset)
+        if global_process_set.communicator.elastic:
+            _warn_of_losses()
     own = kind_of(dataset).local_batches(dataset, partial(part_of, replicas))
     for_fit = partial(split_batches, dataset, replicas)
     if local == 1 and own.dataset is not None:

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import logging
 import os
+import random
 import socket
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from choros.distribute.replicas import ProcessReplicas, Replicas
 from choros.errors import ConfigError
 from choros.frameworks import FRAMEWORKS, missing_backend
 from choros.parallel.objects import allgather_object, object_of_first
+from choros.settings import current
 from choros.topology import TF_CONFIG, Topology
 from choros.topology.environments import RANK_LAUNCHERS
 
@@ -56,8 +58,8 @@ def framework() -> str:
 
 
 def join(cluster_resolver: Any = None) -> Topology:
-    """Joins the job in which this process was started; pins its device, and gives all processes the same global
-    ``tf.data`` seed, as a ``shuffle`` without a seed draws from it, unless the program has set one.
+    """Joins the job in which this process was started; pins its device, and lets all processes draw the same numbers of
+    ``random`` and ``numpy.random``, which split and shuffle data; so does ``tf.data``, if the program has set no seed.
     """
     if (
         cluster_resolver is not None
@@ -68,20 +70,28 @@ def join(cluster_resolver: Any = None) -> Topology:
     init()
     job = topology()
     framework()
-    if job.size == 1:
+    if job.size == 1 and not current().elastic:
         return job
     if "keras" in sys.modules:
         from choros.training.device import pin_device
 
         pin_device()
-    seed = object_of_first(lambda: int(np.random.randint(2**31)))
+    _share_random_streams()
+    return job
+
+
+def _share_random_streams() -> None:
+    states = object_of_first(lambda: (random.getstate(), np.random.get_state(legacy=False)))
+    random.setstate(states[0])
+    np.random.set_state(states[1])
     if sys.modules.get("tensorflow") is not None:
         import tensorflow as tf
         from tensorflow.python.eager import context
 
         if context.global_seed() is None:
-            tf.random.set_seed(seed)
-    return job
+            copied = np.random.RandomState()  # drawing from the stream itself would change what the program draws
+            copied.set_state(states[1])
+            tf.random.set_seed(copied.randint(2**31))
 
 
 def replicas_of(

@@ -1,6 +1,5 @@
 """The ``choros forecast`` command: parses arguments and prints; the other modules of this package do the work."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,8 +7,7 @@ import click
 
 from choros.bench.cases import parse_ranks
 from choros.bench.plot import check_matplotlib
-from choros.bench.report import check_writable, show
-from choros.durable import unfinished
+from choros.bench.report import check_writable, show, write_json
 from choros.errors import ConfigError
 from choros.forecast.costs import Machines
 from choros.forecast.fit import link_of
@@ -91,8 +89,7 @@ def forecast(
         raise ConfigError("--price: the timeline has no epoch. Give the steps of one: --steps N.")
     show(outlook.table(), sys.stdout)
     if json_file is not None:
-        with unfinished(json_file) as name:
-            name.write_text(json.dumps(outlook.as_json(), indent=1) + "\n")
+        write_json(json_file, outlook.as_json())
     if plot_file is not None:
         plot(outlook, plot_file)
     return 0

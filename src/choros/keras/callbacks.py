@@ -22,6 +22,7 @@ from choros.training.callbacks import (
     EpochCallback,
     MetricAverageCallback,
 )
+from choros.training.distributed_optimizer import reducer_of
 from choros.training.keras_internals.models import innermost, learning_rate_of
 from choros.training.metrics import count_examples
 from choros.training.tensorboard import TensorBoard
@@ -57,7 +58,7 @@ class LearningRateScheduleCallback(EpochCallback):
         staircase: whether to set the rate once per epoch, instead of before every batch.
         momentum_correction: whether to scale SGD's velocity when the rate changes, so that past gradients
             keep their weight (Goyal et al. 2017, https://arxiv.org/abs/1706.02677, remark 3).
-        steps_per_epoch: batches per epoch; ``None`` for the number that ``fit`` knows.
+        steps_per_epoch: batches per epoch; ``None`` for the number that ``fit`` knows, of the rank with most batches.
 
     Example:
         >>> halve = LearningRateScheduleCallback(0.1, multiplier=lambda epoch: 0.5 ** (epoch // 30))
@@ -84,6 +85,7 @@ class LearningRateScheduleCallback(EpochCallback):
         self.steps_per_epoch = steps_per_epoch
         self._multiplier = multiplier
         self._epoch = 0
+        self._batches: float = steps_per_epoch or math.inf
 
     def rate_at(self, epoch: float) -> float:
         """The learning rate at ``epoch``."""
@@ -102,8 +104,8 @@ class LearningRateScheduleCallback(EpochCallback):
         if self.initial_lr is None:
             self.initial_lr = float(rate.numpy())
         if not self.staircase:
-            self.steps_per_epoch = self.steps_per_epoch or (self.params or {}).get("steps")
-            if not self.steps_per_epoch:
+            self._batches = self.steps_per_epoch or self._most_steps()
+            if not self._batches:
                 raise ConfigError(
                     f"{type(self).__name__} sets the rate before every batch and needs the number of batches per epoch,"
                     " which the data does not have: pass steps_per_epoch=…."
@@ -119,7 +121,7 @@ class LearningRateScheduleCallback(EpochCallback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Sets the rate of the batch."""
         if not self.staircase and self._is_active():
-            self._set(self.rate_at(self._epoch + batch / (self.steps_per_epoch or 1)))
+            self._set(self.rate_at(self._epoch + batch / self._batches))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Does nothing; on JAX its existence keeps Keras from calling callbacks in other threads."""
@@ -129,6 +131,14 @@ class LearningRateScheduleCallback(EpochCallback):
         super().on_epoch_end(epoch, logs)
         if logs is not None:
             logs["learning_rate"] = float(self.model.optimizer.learning_rate)
+
+    def _most_steps(self) -> int:
+        """The number of batches of the rank that has most: rates are the same on all; 0 if the data have no number."""
+        own, reducer = (self.params or {}).get("steps") or 0, reducer_of(self.model.optimizer)
+        if reducer is None:
+            return own
+        communicator = reducer.reducer.config.process_set.communicator
+        return int(communicator.allreduce(np.int64(own), Reduction.MAX, name="steps of an epoch"))
 
     def _is_active(self) -> bool:
         return self._epoch >= self.start_epoch and (self.end_epoch is None or self._epoch < self.end_epoch)
@@ -187,7 +197,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def _fraction(self, epoch: float) -> float:
         size = topology("LearningRateWarmupCallback").size
         # One batch ahead, so that the last batch of the warm-up has the full rate.
-        progress = min(1.0, (epoch + 1 / (self.steps_per_epoch or math.inf)) / self.warmup_epochs)
+        progress = min(1.0, (epoch + 1 / self._batches) / self.warmup_epochs)
         return (1 + progress * (size - 1)) / size
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -335,7 +345,7 @@ class Throughput(EpochCallback):
         spent = [getattr(done, name) - getattr(self._done, name) for name in ("seconds", *_SHARES)]
         own = np.array([float(count_examples(self.model)), *spent])
         counted, in_steps, *shares = communicator.allreduce(own, Reduction.SUM).tolist()
-        if self._steps.is_spmd:  # the metrics of each rank have counted the examples of all
+        if self._batches.is_spmd:  # the metrics of each rank have counted the examples of all
             counted /= communicator.size
         self._measured = {"images_per_s": float(self.total_images or counted) / seconds, "epoch_s": seconds}
         self._measured |= {

@@ -17,7 +17,7 @@ from choros.errors import ChorosError, LaunchError
 from choros.frameworks import installed, runs_here
 from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.launcher import dry_run_command, launch
-from choros.launch.driver.machine import count_accelerators, detect_mpirun, full_name, own_names, run_script
+from choros.launch.driver.machine import count_accelerators, detect_mpirun, full_name, own_names, run_script, version_of
 from choros.launch.driver.outcome import outcome_of
 from choros.launch.driver.output import output_of, use_colour, write_all
 from choros.launch.options import OF_HOROVODRUN, PARAMETERS, GroupedCommand
@@ -152,17 +152,13 @@ def version_text(mpirun: Mpirun | str) -> str:
     mpi = mpirun if isinstance(mpirun, str) else f"{mpirun.version} ({mpirun.path})"
     python = ".".join(map(str, sys.version_info[:3]))
     return "\n".join(
-        [f"choros {_version('choros')}".rstrip(), f"mpi4py {_version('mpi4py')}", f"mpirun: {mpi}", f"Python {python}"]
+        [
+            f"choros {version_of('choros')}".rstrip(),
+            f"mpi4py {version_of('mpi4py')}",
+            f"mpirun: {mpi}",
+            f"Python {python}",
+        ]
     )
-
-
-def _version(distribution: str) -> str:
-    import importlib.metadata  # takes 10 ms; only one flag needs it
-
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:

@@ -1,6 +1,5 @@
 """The ``choros memory`` command: parses arguments and prints; the other modules of this package do the work."""
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,8 +8,7 @@ import click
 
 from choros import durations
 from choros.bench.cases import parse_ranks
-from choros.bench.report import check_writable, show
-from choros.durable import unfinished
+from choros.bench.report import check_writable, show, write_json
 from choros.launch.driver.output import shown_if_slow
 from choros.memory.inspection import Subject, inspect_subject
 from choros.memory.model import parse_memory
@@ -74,6 +72,5 @@ def memory(
     outlook = MemoryOutlook(title, model, numbers, limit)
     show(outlook.table(), sys.stdout)
     if json_file is not None:
-        with unfinished(json_file) as name:
-            name.write_text(json.dumps(outlook.as_json(), indent=1) + "\n")
+        write_json(json_file, outlook.as_json())
     return 0

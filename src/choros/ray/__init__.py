@@ -17,8 +17,7 @@ import Ray, nor does ``import choros``.
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the import of typing
 if TYPE_CHECKING:
     from choros.ray.discovery import RayHostDiscovery
-    from choros.ray.elastic_executor import ElasticRayExecutor
-    from choros.ray.executor import RayExecutor
+    from choros.ray.executor import ElasticRayExecutor, RayExecutor
     from choros.ray.messages import RaySettings
     from choros.ray.ray_logger import log
     from choros.ray.worker import RayWorker
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ElasticRayExecutor", "RayExecutor", "RayHostDiscovery", "RaySettings", "RayWorker", "log"]
 
 _HOMES = {
-    "ElasticRayExecutor": "elastic_executor",
+    "ElasticRayExecutor": "executor",
     "RayExecutor": "executor",
     "RayHostDiscovery": "discovery",
     "RaySettings": "messages",

@@ -1,5 +1,6 @@
 """Elastic jobs: each ``run`` is one, on the actors that there are; lost ranks are replaced when Ray has new actors."""
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -11,7 +12,7 @@ from choros import durations
 from choros.errors import EngineError, UnsupportedError
 from choros.launch.run import pack
 from choros.ray.discovery import rooms
-from choros.ray.job import RayJob, in_order, new_secret, number
+from choros.ray.job import RayJob, in_order, number
 from choros.ray.messages import RaySettings
 from choros.ray.pool import ActorPool
 from choros.ray.rank import run_tied
@@ -36,10 +37,16 @@ class ElasticAdapter:
         elastic_timeout: float,
         override_discovery: bool,
     ) -> None:
-        self._settings, self._worker, self._env = settings, worker, env
+        self._worker, self._env = worker, env
         self._least, self._most, self._timeout = min_workers, max_workers, elastic_timeout
         self._discovery = None if override_discovery else settings.discovery
-        self._limits = {"reset_limit": reset_limit, "cooldown_range": cooldown_range}
+        self._given = {
+            "min_num_proc": min_workers,
+            "reset_limit": reset_limit,
+            "cooldown_range": cooldown_range,
+            "elastic_timeout": elastic_timeout,
+            "start_timeout": settings.timeout_s,
+        }
         self._create: Callable[[], Any] | None = None
         self._registry: ActorRegistry | None = None
         self._pool: ActorPool | None = None
@@ -60,8 +67,9 @@ class ElasticAdapter:
             machines = in_order(registry.actors, this_host())
             ordered = number(machines, use_gpu=self._worker["GPU"] > 0)[: self._most]
             most = max(len(ordered), pool.most)
-            packed = pack(partial(call_with_new, function, self._create))
-            given = {**self._given(len(ordered), most), "env": self._env}
+            create = self._create
+            packed = pack(lambda: function(None if create is None else create()))  # by value, without this module
+            given = {**self._given, "num_proc": len(ordered), "max_num_proc": most, "env": self._env}
             call = partial(run_tied, registry.address, packed)
             job = RayJob(self._secret, machines, most, call, given, grows=registry.is_reachable)
             while not job.has_ended(durations.RAY_LOOK):
@@ -92,7 +100,7 @@ class ElasticAdapter:
 
     def _fill(self) -> tuple[ActorRegistry, ActorPool]:
         if self._pool is None or self._registry is None:
-            self._secret = new_secret()
+            self._secret = secrets.token_hex(32)
             own, room = ray.util.get_node_ip_address(), rooms(ray.nodes(), self._worker)
             free = {"alive": True, "NodeManagerAddress": own, "Resources": ray.available_resources()}
             is_enough = set(room) == {own} and (self._most or 0) <= rooms([free], self._worker).get(own, 0)
@@ -100,19 +108,3 @@ class ElasticAdapter:
             self._pool = ActorPool(self._registry, self._secret, self._worker, self._most, self._discovery)
         self._pool.wait(self._least, self._timeout)
         return self._registry, self._pool
-
-    def _given(self, count: int, most: int) -> dict[str, Any]:
-        limits = {name: value for name, value in self._limits.items() if value is not None}
-        return {
-            "num_proc": count,
-            "min_num_proc": self._least,
-            "max_num_proc": most,
-            "elastic_timeout": self._timeout,
-            "start_timeout": self._settings.timeout_s,
-            **limits,
-        }
-
-
-def call_with_new(function: Callable[[Any], Any], create: Callable[[], Any] | None, _subject: Any) -> Any:
-    """Calls ``function`` with a new object."""
-    return function(None if create is None else create())

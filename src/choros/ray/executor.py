@@ -1,6 +1,7 @@
-"""``RayExecutor``: Horovod's class of this name."""
+"""``RayExecutor``, and Horovod's older class for elastic jobs."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -79,33 +80,24 @@ class RayExecutor:
         self.settings = settings
         self.settings.elastic = min_workers is not None
         env = {"OMP_NUM_THREADS": str(max(1, int(cpus_per_worker))), **_texts(env_vars)}
-        self._make: Callable[..., Any]
+        kind: type = StaticAdapter
+        own: dict[str, Any] = {
+            "num_workers": num_workers,
+            "num_hosts": num_hosts,
+            "num_workers_per_host": num_workers_per_host,
+            "use_current_placement_group": use_current_placement_group,
+        }
         if min_workers is not None:
-            self._make = partial(
-                _adapter,
-                ElasticAdapter,
-                settings,
-                worker,
-                env,
-                min_workers=min_workers,
-                max_workers=max_workers,
-                reset_limit=reset_limit,
-                cooldown_range=cooldown_range,
-                elastic_timeout=elastic_timeout,
-                override_discovery=override_discovery,
-            )
-        else:
-            self._make = partial(
-                _adapter,
-                StaticAdapter,
-                settings,
-                worker,
-                env,
-                num_workers=num_workers,
-                num_hosts=num_hosts,
-                num_workers_per_host=num_workers_per_host,
-                use_current_placement_group=use_current_placement_group,
-            )
+            kind = ElasticAdapter
+            own = {
+                "min_workers": min_workers,
+                "max_workers": max_workers,
+                "reset_limit": reset_limit,
+                "cooldown_range": cooldown_range,
+                "elastic_timeout": elastic_timeout,
+                "override_discovery": override_discovery,
+            }
+        self._make = partial(_adapter, kind, settings, worker, env, **own)
         self.adapter: Any = None
         self._is_remote = False
 
@@ -213,15 +205,81 @@ class RayExecutor:
             raise_cause(error)
 
 
+@final
+class ElasticRayExecutor:
+    """Runs elastic jobs; ``settings``: those that ``create_settings`` returns. See ``RayExecutor``."""
+
+    def __init__(
+        self,
+        settings: RaySettings,
+        use_gpu: bool = False,
+        cpus_per_slot: float = 1,
+        gpus_per_slot: float | None = None,
+        env_vars: Mapping[str, Any] | None = None,
+        override_discovery: bool = True,
+    ) -> None:
+        self.settings = settings
+        self._executor = RayExecutor(
+            settings,
+            cpus_per_worker=cpus_per_slot,
+            use_gpu=use_gpu,
+            gpus_per_worker=gpus_per_slot,
+            min_workers=settings.min_num_proc,
+            max_workers=settings.max_num_proc,
+            reset_limit=settings.reset_limit,
+            elastic_timeout=settings.elastic_timeout,
+            override_discovery=override_discovery,
+            env_vars=env_vars,
+        )
+
+    @staticmethod
+    def create_settings(
+        min_num_proc: int = 1,
+        max_num_proc: int | None = None,
+        reset_limit: int | None = None,
+        elastic_timeout: float = 600,
+        timeout_s: float = 30,
+        ssh_identity_file: str | None = None,
+        nics: Any = None,
+        min_np: int | None = None,
+        max_np: int | None = None,
+        **kwargs: Any,
+    ) -> RaySettings:
+        """Returns settings: the fewest and the most ranks, how many may be taken in after the start, for how many
+        seconds the job waits for the fewest, and how long ranks may take to start. The others have no effect.
+        """
+        for old, new, value in (("min_np", "min_num_proc", min_np), ("max_np", "max_num_proc", max_np)):
+            if value is not None:
+                warnings.warn(f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=2)
+        return RaySettings(
+            nics=nics,
+            ssh_identity_file=ssh_identity_file,
+            timeout_s=timeout_s,
+            min_num_proc=min_num_proc if min_np is None else min_np,
+            max_num_proc=max_num_proc if max_np is None else max_np,
+            reset_limit=reset_limit,
+            elastic_timeout=elastic_timeout,
+            options=kwargs,
+        )
+
+    def start(self) -> None:
+        """Waits until there are actors for the fewest ranks."""
+        self._executor.start()
+
+    def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callable[[Any], None]] | None = None) -> list[Any]:
+        """Returns what ``worker_fn()`` returns on the ranks that finish; see ``RayExecutor.run``."""
+        return self._executor.run(worker_fn, callbacks=callbacks)
+
+    def shutdown(self) -> None:
+        """Ends the actors."""
+        self._executor.shutdown()
+
+
 def without_object(
     fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
 ) -> Callable[[Any], Any]:
     """Returns the call ``fn(*args, **kwargs)`` as a function of a rank's object, which it does not use."""
-    return partial(_call_without_object, partial(fn, *(args or ()), **(kwargs or {})))
-
-
-def _call_without_object(call: Callable[[], Any], _subject: Any) -> Any:
-    return call()
+    return lambda _subject: fn(*(args or ()), **(kwargs or {}))  # pickled by value: ranks do not import this module
 
 
 def resources_of(cpus: float, gpus: float | None, *, use_gpu: bool) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """A job on ready actors: their machines in order, the actors of chorosrun's part, and what it ends with."""
 
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -73,12 +72,14 @@ class RayJob:
         grows: bool = False,
     ) -> None:
         self._secret = secret
-        self._launcher_machine = machines[0][0].place.machine
+        first = machines[0][0].place
+        self._launcher_machine = first.machine
         #: By machine, in the order of their hosts: how many ranks it takes when the job is started again.
         self._slots = _counts(machines)
         self._are_told = False
-        place = _own_place(machines[0][0].place)
-        self._launcher = _pinned(JobLauncher, place.node, secret)
+        # On this machine, this node: it is there as long as the executor, while another node of Ray's may be lost.
+        node = ray.get_runtime_context().get_node_id() if first.machine == this_host() else first.node
+        self._launcher = _pinned(JobLauncher, node, secret)
         self._agents: dict[str, tuple[Any, Any]] = {}
         self._address = ""
         slots = slots_of(self._slots, most)
@@ -129,7 +130,7 @@ class RayJob:
 
     def _add_machine(self, place: ActorPlace, index: int, slots: int) -> None:
         agent = _pinned(HostAgent, place.node, self._secret)
-        served = agent.serve.remote(index, index + 1, slots, self._address)
+        served = agent.serve.remote(index, slots, self._address)
         self._agents[place.machine] = agent, served
 
     def result(self, seconds: float | None = None) -> list[Any]:
@@ -171,20 +172,8 @@ def wait_for_ranks(registry: ActorRegistry, job: RayJob, count: int, seconds: fl
             raise LaunchError(f"{count} ranks did not come to their actors within {waited:.0f} s.")
 
 
-def new_secret() -> str:
-    """Returns a key for the processes of one executor."""
-    return secrets.token_hex(32)
-
-
 def _counts(machines: Sequence[Sequence[ReadyActor]]) -> dict[str, int]:
     return {actors[0].place.machine: len(actors) for actors in machines}
-
-
-def _own_place(place: ActorPlace) -> ActorPlace:
-    """On this machine, this node: it is there as long as the executor, while another node of Ray's may be lost."""
-    if place.machine != this_host():
-        return place
-    return ActorPlace(ray.get_runtime_context().get_node_id(), place.machine, place.ip, place.pid, place.address)
 
 
 def _pinned(cls: type, node: str, secret: str) -> Any:

@@ -53,10 +53,10 @@ class HostAgent:
     def __init__(self, secret: str) -> None:
         _set_up(secret)
 
-    def serve(self, index: int, machines: int, slots: int, address: str) -> int:
+    def serve(self, index: int, slots: int, address: str) -> int:
         """Serves the job until it ends: this is machine ``index`` of it."""
         first, _, port = address.rpartition(":")
-        cluster = ClusterHost(_CLUSTER, index, machines, first, port=int(port))
+        cluster = ClusterHost(_CLUSTER, index, None, first, port=int(port))
         return serve_host(cluster, slots, durations.AGENTS, os.environ, print)
 
 

@@ -36,8 +36,6 @@ class ActorPlace:
 
     node: str
     machine: str
-    ip: str
-    pid: int
     address: str
     gpus: tuple[str, ...] = ()
 
@@ -81,7 +79,6 @@ class Seated:
     """A rank's first message to its actor, and its second one to the executor."""
 
     rank: int
-    pid: int
 
 
 @dataclass(frozen=True)

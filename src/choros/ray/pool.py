@@ -60,7 +60,7 @@ class ActorPool:
     ) -> None:
         self._registry, self._secret, self._worker = registry, secret, worker
         self._most, self._discovery = most, discovery
-        self._anywhere = most or sum(self._room().values())
+        self._anywhere = most or sum(rooms(ray.nodes(), worker).values())
         self._hired: list[_Hired] = []
         self._failure, self._has_begun = "", False
         self._ends = threading.Event()
@@ -91,9 +91,6 @@ class ActorPool:
         for each in self._hired:
             with suppress(Exception):  # Ray may have been shut down
                 ray.kill(each.handle)
-
-    def _room(self) -> dict[str, int]:
-        return rooms(ray.nodes(), self._worker)
 
     def _look_after(self) -> None:
         while not self._ends.is_set():

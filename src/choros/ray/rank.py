@@ -61,7 +61,7 @@ def serve_calls(address: str) -> None:
 def run_tied(address: str, packed: bytes) -> Any:
     """Returns what one call returns, while this rank is tied to an actor."""
     tie = ActorTie(address)
-    returned = _unpacked(packed)(None)
+    returned = _unpacked(packed)()
     tie.release()
     return returned
 
@@ -82,7 +82,7 @@ class ActorTie:
         self._vacancies: Mapping[str, int] = {}
         self._executor, self._actor = self._take_actor(address)
         ray_logger.configure(address)
-        _start_ranks_for(self._vacant)
+        _start_ranks_for(lambda host: self._vacancies.get(host, 0))
         for channel, what in ((self._executor, "its executor"), (self._actor, "its actor")):
             threading.Thread(target=self._watch, args=(channel, what), name="choros: ray", daemon=True).start()
 
@@ -110,7 +110,7 @@ class ActorTie:
     def _take_actor(self, address: str) -> tuple[Channel, Channel]:
         """Returns the connections to the executor and to the actor that it gives this rank, once there is one."""
         slots = VARIABLES["slots"].read(os.environ).split(",")
-        host, lost, seated = slots[self._rank] if self._rank < len(slots) else "", "", Seated(self._rank, os.getpid())
+        host, lost, seated = slots[self._rank] if self._rank < len(slots) else "", "", Seated(self._rank)
         while True:
             executor = connect(address, self._key, "rank", REGISTRY, durations.RAY_CONNECT)
             try:
@@ -130,9 +130,6 @@ class ActorTie:
                 continue
             os.environ.update(seat.environ)
             return executor, actor
-
-    def _vacant(self, host: str) -> int:
-        return self._vacancies.get(host, 0)
 
     def _watch(self, channel: Channel, what: str) -> None:
         try:

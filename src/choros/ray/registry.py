@@ -141,7 +141,9 @@ class ActorRegistry:
             pass
         finally:
             del self._ranks[channel]
-            self._give_back(actor)
+            with self._changed:
+                actor.rank, actor.channel, actor.seated = None, None, False
+                self._changed.notify_all()
             self._tell()
 
     def _given(self, take: Take, channel: Channel) -> ReadyActor | None:
@@ -158,11 +160,6 @@ class ActorRegistry:
     def _free(self, take: Take) -> ReadyActor | None:
         free = [each for each in self._actors if each.rank is None and each.place.machine == take.machine]
         return min(free, key=lambda each: each.number != take.rank, default=None)
-
-    def _give_back(self, actor: ReadyActor) -> None:
-        with self._changed:
-            actor.rank, actor.channel, actor.seated = None, None, False
-            self._changed.notify_all()
 
     def _tell(self) -> None:
         with self._changed:

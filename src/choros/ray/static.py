@@ -1,5 +1,6 @@
 """Jobs that are not elastic: ``start`` starts the ranks, which run one call after the other until ``shutdown``."""
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -10,7 +11,7 @@ import ray
 from choros import durations
 from choros.errors import LaunchError, WorkerFailed
 from choros.launch.run import pack
-from choros.ray.job import RayJob, in_order, new_secret, number, raise_cause, wait_for_ranks
+from choros.ray.job import RayJob, in_order, number, raise_cause, wait_for_ranks
 from choros.ray.messages import RaySettings
 from choros.ray.placement import StaticPlacement, no_room
 from choros.ray.rank import serve_calls
@@ -36,7 +37,7 @@ class StaticAdapter:
         """Starts actors and ranks; each makes an object by ``create``."""
         self.strategy = StaticPlacement(self._settings.placement_group_timeout_s, self._resources, **self._where)
         self.workers = handles = self.strategy.create_workers()
-        secret, seconds = new_secret(), self._settings.placement_group_timeout_s + self._settings.timeout_s
+        secret, seconds = secrets.token_hex(32), self._settings.placement_group_timeout_s + self._settings.timeout_s
         try:
             places = ray.get([each.listen.remote(secret) for each in handles], timeout=seconds)
         except ray.exceptions.GetTimeoutError as error:  # a placement group of the user's may have too few bundles

@@ -56,8 +56,7 @@ class RayWorker:
         listening = socket.create_server((LOOPBACK, 0))
         address = f"{LOOPBACK}:{listening.getsockname()[1]}"
         self._listener = Listener(listening, Key(bytes.fromhex(secret)), ACTOR, self._serve)
-        gpus = tuple(map(str, self.get_gpu_ids()))
-        return ActorPlace(self.node_id(), this_host(), ray.util.get_node_ip_address(), os.getpid(), address, gpus)
+        return ActorPlace(self.node_id(), this_host(), address, tuple(map(str, self.get_gpu_ids())))
 
     def create(self, packed: bytes) -> None:
         """Makes the object that calls get."""

@@ -19,7 +19,7 @@ import cloudpickle
 
 from choros import durations
 from choros.errors import ConfigError, LaunchError
-from choros.spark.messages import DRIVER, Granted, Printed, Printings, Returned, Started, Superseded
+from choros.spark.messages import DRIVER, Printed, Printings, Returned, Started, Superseded
 from choros.spark.plan import SparkJob
 from choros.spark.task import run_task
 from choros.transport.address import LOOPBACK
@@ -50,10 +50,6 @@ class Streams:
         stream.write(printed.text)
         stream.flush()
 
-    def say(self, line: str) -> None:
-        """Shows a line of choros' own."""
-        self.show(Printed(True, f"{line}\n"))
-
 
 def active_context() -> SparkContext:
     """Returns the Spark context of this process; a ``ConfigError`` if there is none."""
@@ -78,13 +74,13 @@ class DriverPort:
         received: what it sends, and how the stage has ended.
     """
 
-    def __init__(self, secret: bytes, address: str) -> None:
+    def __init__(self, secret: str, address: str) -> None:
         listening = socket.create_server((address, 0))
         self.port = int(listening.getsockname()[1])
         self.received: queue.SimpleQueue[Started | Printed | Returned | BaseException] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._last: tuple[Channel, threading.Event] | None = None
-        self._listener = Listener(listening, Key(secret), DRIVER, self._serve)
+        self._listener = Listener(listening, Key(bytes.fromhex(secret)), DRIVER, self._serve)
 
     def close(self) -> None:
         """Stops listening, and ends the job if it still runs."""
@@ -106,57 +102,44 @@ class DriverPort:
                 before[0].close()
         try:
             self.received.put(first)
-            channel.send(Granted())
+            channel.send(None)
             while not isinstance(message := channel.receive(), Printings):
                 self.received.put(message)
-            channel.send(Granted())
+            channel.send(None)
         except ChannelClosed:
             pass
         finally:
             gone.set()
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How many tasks a job begins with, and between which numbers it may go on when executors are lost; ``wait``: the
-    seconds in which there must be so many again.
+def run_job(job: SparkJob, size: int, streams: Streams) -> list[Any]:
+    """Runs ``job`` on ``size`` ranks in a barrier stage, and again when an executor was lost, as often as Spark tries
+    other stages, an elastic job with as many as there are slots; returns what its ranks have returned. ``job.driver``
+    is set here.
     """
-
-    tasks: int
-    least: int
-    most: int
-    wait: float
-
-
-def run_job(job: SparkJob, secret: bytes, sizes: Sizes, streams: Streams) -> list[Any]:
-    """Runs ``job`` in a barrier stage, and again when an executor was lost, as often as Spark tries other stages;
-    returns what its ranks have returned. ``job.driver`` is set here.
-    """
-    context = active_context()
+    context, arguments = active_context(), job.arguments
     configuration = context.getConf()
     attempts = int(configuration.get("spark.stage.maxConsecutiveAttempts") or _ATTEMPTS)
     host = configuration.get("spark.driver.host") or LOOPBACK
     own = LOOPBACK if host in (LOOPBACK, "localhost") else ""
-    with closing(DriverPort(secret, configuration.get("spark.driver.bindAddress") or own)) as port:
-        job = replace(job, driver=f"{host}:{port.port}")
-        tasks = _wait_for_slots(context, sizes.tasks, sizes.tasks, job.start)
+    least, most = arguments.min_num_proc or size, arguments.max_num_proc or size
+    with closing(DriverPort(job.secret, configuration.get("spark.driver.bindAddress") or own)) as port:
+        tasks = _wait_for_slots(context, size, size, job.start)
         for attempt in itertools.count(1):
+            stage = replace(job, driver=f"{host}:{port.port}", arguments=replace(arguments, num_proc=tasks))
             try:
-                returned = _BarrierStage(context, _of_size(job, tasks), tasks, port).follow(streams)
+                returned = _run_stage(context, stage, tasks, port, streams)
                 break
             except StageLost as lost:
                 if attempt == attempts:
                     raise
-                streams.say(f"choros.spark: {lost} It is tried again: attempt {attempt + 1} of {attempts}.")
-            tasks = _wait_for_slots(context, sizes.least, sizes.most, sizes.wait)
+                text = f"choros.spark: {lost} It is tried again: attempt {attempt + 1} of {attempts}.\n"
+                streams.show(Printed(error=True, text=text))
+            tasks = _wait_for_slots(context, least, most, arguments.elastic_timeout or job.start)
     if returned.failure is not None:
         raise returned.failure
     results: list[Any] = cloudpickle.loads(returned.results)
     return results
-
-
-def _of_size(job: SparkJob, tasks: int) -> SparkJob:
-    return replace(job, arguments=replace(job.arguments, num_proc=tasks))
 
 
 def slots_of(context: SparkContext) -> int:
@@ -189,52 +172,47 @@ def _too_slow(tasks: int, seconds: float, what: str) -> LaunchError:
     )
 
 
-@final
-class _BarrierStage:
-    """The stage, in a thread of its own: this thread shows what ranks print."""
+def _run_stage(context: SparkContext, job: SparkJob, tasks: int, port: DriverPort, streams: Streams) -> Returned:
+    """Runs the stage in a thread of its own, while this one shows what ranks print; returns what it has returned."""
+    from pyspark.util import InheritableThread
 
-    def __init__(self, context: SparkContext, job: SparkJob, tasks: int, port: DriverPort) -> None:
-        from pyspark.util import InheritableThread
+    group = f"choros.spark {uuid.uuid4()}"
 
-        self._context, self._job, self._tasks, self._port = context, job, tasks, port
-        self._group = f"choros.spark {uuid.uuid4()}"
-        self._thread = InheritableThread(target=self._submit)
-        self._thread.daemon = True
-        self._thread.start()
-
-    def _submit(self) -> None:
+    def submit() -> None:
         try:
-            self._context.setJobGroup(self._group, "choros.spark", interruptOnCancel=True)
-            places = self._context.parallelize(range(self._tasks), self._tasks).barrier()
-            (returned,) = places.mapPartitions(partial(run_task, self._job)).collect()
-            self._port.received.put(returned)
+            context.setJobGroup(group, "choros.spark", interruptOnCancel=True)
+            places = context.parallelize(range(tasks), tasks).barrier()
+            (returned,) = places.mapPartitions(partial(run_task, job)).collect()
+            port.received.put(returned)
         except BaseException as error:  # noqa: BLE001  (raised in the main thread)
-            self._port.received.put(error)
+            port.received.put(error)
 
-    def follow(self, streams: Streams) -> Returned:
-        """Shows what comes until the stage has ended; returns what it has."""
-        deadline: float | None = time.monotonic() + self._job.start
-        try:
-            while not isinstance(message := self._next(deadline), Returned):
-                if isinstance(message, Printed):
-                    streams.show(message)
-                elif isinstance(message, Started):
-                    deadline = None
-                else:
-                    raise _spark_error(message, has_started=deadline is None) from None
-        except BaseException:
-            with suppress(Exception):  # the context may have been stopped
-                self._context.cancelJobGroup(self._group)
-            raise
-        self._thread.join()
-        return message
+    thread = InheritableThread(target=submit)
+    thread.daemon = True
+    thread.start()
+    deadline: float | None = time.monotonic() + job.start  # none once all tasks have started
+    try:
+        while not isinstance(message := _next(port, deadline), Returned):
+            if isinstance(message, Printed):
+                streams.show(message)
+            elif isinstance(message, Started):
+                deadline = None
+            elif message is None:
+                raise _too_slow(tasks, job.start, "other jobs have them")
+            else:
+                raise _spark_error(message, has_started=deadline is None) from None
+    except BaseException:
+        with suppress(Exception):  # the context may have been stopped
+            context.cancelJobGroup(group)
+        raise
+    thread.join()
+    return message
 
-    def _next(self, deadline: float | None) -> Started | Printed | Returned | BaseException:
-        """Returns the next message; without ``deadline``, all tasks have started."""
-        try:
-            return self._port.received.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise _too_slow(self._tasks, self._job.start, "other jobs have them") from None
+
+def _next(port: DriverPort, deadline: float | None) -> Started | Printed | Returned | BaseException | None:
+    with suppress(queue.Empty):
+        return port.received.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+    return None
 
 
 class StageLost(LaunchError):

@@ -93,18 +93,18 @@ def _run(task: HostTask, answer: Callable[[Listening], None], end: Callable[[], 
     job = task.job
     try:
         driver = connect(job.driver, job_key(os.environ, [job.driver]), "task 0", DRIVER, durations.CONNECT)
-        driver.send(Started(tuple(machine.address for machine in task.machines)))
+        driver.send(Started())
         driver.receive()
-        link = _DriverLink(driver, end)
+        finish = _follow(driver, end)
         with ExitStack() as stack:
             arguments = _with_hosts(task, answer, stack)
-            stack.enter_context(redirect_stdout(link.stream(error=False)))
-            stack.enter_context(redirect_stderr(link.stream(error=True)))
+            stack.enter_context(redirect_stdout(_DriverStream(driver, error=False)))
+            stack.enter_context(redirect_stderr(_DriverStream(driver, error=True)))
             try:
                 call = RankCall(job.call, _visible_to(arguments, task.machines))
                 results = run_call(call, arguments, job.sentences, job.executable)
             finally:
-                link.finish()
+                finish()
     except ChorosError as error:
         return Returned(b"", error)
     except Exception as error:  # noqa: BLE001  (what ranks return may need a module that is not here)
@@ -130,33 +130,26 @@ def _with_hosts(task: HostTask, answer: Callable[[Listening], None], stack: Exit
     return hub.named(arguments)
 
 
-@final
-class _DriverLink:
-    """The channel to the driver, in whose end the job ends, too."""
+def _follow(driver: Channel, end: Callable[[], NoReturn]) -> Callable[[], None]:
+    """Ends the job when the driver does; returns what waits until that has all that ranks have printed."""
+    granted = threading.Event()
 
-    def __init__(self, channel: Channel, end: Callable[[], NoReturn]) -> None:
-        self._channel, self._end = channel, end
-        self._granted = threading.Event()
-        threading.Thread(target=self._receive, daemon=True).start()
-
-    def _receive(self) -> None:
+    def receive() -> None:
         try:
-            while not isinstance(self._channel.receive(), Superseded):
-                self._granted.set()
-            self._end()
+            while not isinstance(driver.receive(), Superseded):
+                granted.set()
+            end()
         except ChannelClosed:  # the driver has gone
-            if not self._granted.is_set():
-                self._end()
+            if not granted.is_set():
+                end()
 
-    def stream(self, *, error: bool) -> _DriverStream:
-        """Returns a text stream, which the driver shows."""
-        return _DriverStream(self._channel, error=error)
+    def finish() -> None:
+        with closing(driver):
+            driver.send(Printings())
+            granted.wait()
 
-    def finish(self) -> None:
-        """Waits until the driver has all that ranks have printed."""
-        with closing(self._channel):
-            self._channel.send(Printings())
-            self._granted.wait()
+    threading.Thread(target=receive, daemon=True).start()
+    return finish
 
 
 @final

@@ -11,6 +11,7 @@ Ranks train with ``fit`` under a strategy, so that they end with the weights of 
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,7 @@ from pathlib import Path
 from typing import Any, final
 
 from choros.errors import ConfigError
-from choros.spark.parameters import (
-    COMMON,
-    FitPlan,
-    RowsEstimator,
-    model_parameters,
-    with_parameters,
-)
+from choros.spark.parameters import COMMON, FitPlan, RowsEstimator, with_parameters
 from choros.spark.rows import ParquetRows
 from choros.spark.store import local_path
 from choros.spark.transform import EstimatorModel, Predict
@@ -143,7 +138,7 @@ def train(task: KerasTask) -> tuple[list[Any], dict[str, list[float]], tuple[int
         return None
     if checkpoint is not None:
         model = keras.saving.load_model(checkpoint, task.objects, compile=False)
-    widths = tuple(_width(output.shape[1:]) for output in model.outputs)
+    widths = tuple(math.prod(each or 1 for each in output.shape[1:]) for output in model.outputs)
     return model.get_weights(), history.history, widths
 
 
@@ -189,13 +184,6 @@ def shaped(array: Any, shape: Sequence[int | None]) -> Any:
     return array.reshape(len(array), *(-1 if each is None else each for each in shape))
 
 
-def _width(shape: Sequence[int | None]) -> int:
-    width = 1
-    for each in shape:
-        width *= each or 1
-    return width
-
-
 def saved(model: Any) -> bytes:
     """Returns a model as the bytes of its ``.keras`` file."""
     with tempfile.TemporaryDirectory() as directory:
@@ -215,7 +203,6 @@ def loaded(data: bytes, objects: Mapping[str, Any], *, compile: bool = False) ->
 
 
 @final
-@model_parameters
 class KerasModel(EstimatorModel):
     """What ``KerasEstimator.fit`` returns.
 
@@ -233,19 +220,12 @@ class KerasModel(EstimatorModel):
         custom_objects: Mapping[str, Any] | None = None,
         **given: Any,
     ) -> None:
-        super().__init__(**given)
-        self._model, self._objects = model, custom_objects or {}
-        self.history, self.run_id, self.widths = history, run_id, widths
+        super().__init__(model, history, run_id, widths, **given)
+        self._objects = custom_objects or {}
 
     def keras(self) -> Any:
         """Returns the trained Keras model."""
         return self._model
-
-    getModel = keras  # noqa: N815  (Horovod's name)
-
-    def getHistory(self) -> Mapping[str, list[float]] | None:  # noqa: N802  (Horovod's name)
-        """Returns the history."""
-        return self.history
 
     def predictor(self) -> Callable[[], Predict]:
         """Returns what loads the model in Spark's workers."""

@@ -12,11 +12,9 @@ DRIVER = "the Spark driver"
 
 @dataclass(frozen=True)
 class Started:
-    """To the driver, the first message: the tasks run on these machines. It is answered when an earlier attempt of the
+    """To the driver, the first message: all tasks run. It is answered with ``None`` when an earlier attempt of the
     stage has ended, so that no two of them write commits.
     """
-
-    machines: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Printings:
-    """To the driver: all that ranks have printed has been sent. It is answered."""
-
-
-@dataclass(frozen=True)
-class Granted:
-    """From the driver: the answer to both."""
+    """To the driver: all that ranks have printed has been sent. It is answered, too."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from choros.launch.bootstrap import unpack
-from choros.spark.plan import Machine, machine_of
+from choros.spark.plan import Machine
 from choros.transport.address import this_host
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -36,7 +36,8 @@ def open_call(packed: bytes, machines: tuple[Machine, ...]) -> Callable[[], Any]
     where Spark's Python looks for them, then where the driver does.
     """
     global _own
-    _own = machine_of(this_host(), machines)
+    host = this_host()
+    _own = next((machine for machine in machines if machine.host == host), None)
     if _own is not None and _own.visible:
         os.environ[VISIBLE] = ",".join(_own.visible)
     return unpack(packed, before=list(sys.path))

@@ -52,12 +52,6 @@ UNUSED = (
     "partitions_per_process", "inmemory_cache_all", "train_reader_num_workers", "val_reader_num_workers",
     "reader_pool_type", "shuffle_buffer_size", "compress_sparse_cols", "label_shapes", "use_gpu", "mp_start_method",
 )  # fmt: skip
-_MODEL: Mapping[str, tuple[Any, str]] = {
-    "feature_cols": (None, "the columns of the model's inputs"),
-    "label_cols": (None, "the columns of the labels it was trained on"),
-    "output_cols": (None, "the columns that transform adds; default: each label's name with __output"),
-    "batch_size": (1024, "rows that transform hands to the model at once"),
-}
 
 
 def with_parameters(*tables: Mapping[str, tuple[Any, str]]) -> Callable[[type], type]:
@@ -120,10 +114,6 @@ class Parameterized(Params):
     def value(self, name: str) -> Any:
         """Returns a parameter's value, or its default."""
         return self.getOrDefault(name)
-
-
-#: The parameters of a model that an estimator returns.
-model_parameters = with_parameters(_MODEL)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from choros.launch.plan.arguments import Arguments
@@ -56,11 +56,6 @@ def machines_of(places: Sequence[TaskPlace]) -> tuple[Machine, ...]:
     return tuple(machines)
 
 
-def machine_of(host: str, machines: Iterable[Machine]) -> Machine | None:
-    """Returns the machine whose ``this_host`` is ``host``; ``None`` if it is none of them."""
-    return next((machine for machine in machines if machine.host == host), None)
-
-
 @dataclass(frozen=True)
 class SparkJob:
     """A job: ``call`` as ``pack`` has packed it on the driver, which listens at ``driver`` for what ranks print.
@@ -78,12 +73,9 @@ class SparkJob:
 
 @dataclass(frozen=True)
 class HostTask:
-    """What the program beside the first task of machine ``index`` gets; ``port``: the hub's, on the other machines;
-    ``path``: where Spark's Python looks for modules, among them those that the application ships.
-    """
+    """What the program beside the first task of machine ``index`` gets; ``port``: the hub's, on the other machines."""
 
     job: SparkJob
     machines: tuple[Machine, ...]
     index: int
     port: int
-    path: tuple[str, ...]

@@ -109,14 +109,15 @@ class ParquetRows:
             raise ConfigError(f"no column {', '.join(unknown)} was written; there are {', '.join(self.columns)}.")
         files = _files(self.location)
         digest = hashlib.sha256("\n".join([self.location, *map(str, files)]).encode()).hexdigest()[:16]
-        folder = Path(_scratch()) / f"rows-{digest}"
+        folder = Path(scratch_directory() or _own_scratch()) / f"rows-{digest}"
         folder.mkdir(exist_ok=True)
+        paths = {name: folder / f"{self.columns.index(name)}.npy" for name in chosen}
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            missing = [name for name in chosen if not _array_file(folder, self.columns.index(name)).exists()]
+            missing = {name: path for name, path in paths.items() if not path.exists()}
             if missing:
-                _decode(files, {name: _array_file(folder, self.columns.index(name)) for name in missing})
-        return tuple(np.load(_array_file(folder, self.columns.index(name)), mmap_mode="r") for name in chosen)
+                _decode(files, missing)
+        return tuple(np.load(paths[name], mmap_mode="r") for name in chosen)
 
     def delete(self) -> None:
         """Deletes the files, which no rank reads any more."""
@@ -129,19 +130,11 @@ class ParquetRows:
         return sum(_count(file) for file in _files(self.location))
 
 
-def _array_file(folder: Path, number: int) -> Path:
-    return folder / f"{number}.npy"
-
-
 @cache
 def _own_scratch() -> str:
     directory = tempfile.TemporaryDirectory(prefix="choros-rows-")
     atexit.register(directory.cleanup)
     return directory.name
-
-
-def _scratch() -> str:
-    return scratch_directory() or _own_scratch()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from choros.frameworks import installed
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.horovod_flags import check, unused, variables
 from choros.launch.run import pack
-from choros.spark.driver import Sizes, Streams, active_context, run_job
+from choros.spark.driver import Streams, active_context, run_job
 from choros.spark.plan import SparkJob
 
 Returned = TypeVar("Returned")
@@ -189,8 +189,6 @@ def _run(
         arguments = Arguments(in_python=True, num_proc=size, **given)
     except TypeError as error:
         raise TypeError(f"choros.spark.run(): {error}") from None
-    secret = secrets.token_bytes(32)
     call = pack(partial(fn, *args, **(kwargs or {})))
-    job = SparkJob(arguments, call, "", secret.hex(), start, tuple(sentences), executable)
-    least, most = arguments.min_num_proc or size, arguments.max_num_proc or size
-    return run_job(job, secret, Sizes(size, least, most, arguments.elastic_timeout or start), streams)
+    job = SparkJob(arguments, call, "", secrets.token_hex(32), start, tuple(sentences), executable)
+    return run_job(job, size, streams)

@@ -20,11 +20,12 @@ import pickle
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from choros.errors import LaunchError
 from choros.spark.messages import Listening, Returned
@@ -47,16 +48,19 @@ def run_task(job: SparkJob, _: Iterable[Any]) -> Iterator[Returned]:
     machines = machines_of(places)
     index = next((index for index, machine in enumerate(machines) if machine.tasks[0] == number), None)
     if index == 0:
-        with _beside(_of(job, machines, 0, 0)) as program:
-            context.allGather(str(program.listening().port))
-            returned = program.returned()
+        with _beside(job, machines, 0, 0) as answer:
+            listening: Listening | Returned = answer()
+            if isinstance(listening, Returned):
+                raise listening.failure or LaunchError("the program that starts the ranks has ended too early.")
+            context.allGather(str(listening.port))
+            returned = answer()
             context.barrier()  # an executor that is lost never comes here: the stage fails, not the job
         yield returned
         return
     port = int(context.allGather("")[0])
     if index is not None:
-        with _beside(_of(job, machines, index, port)) as program:
-            program.returned()
+        with _beside(job, machines, index, port) as answer:
+            answer()
     context.barrier()
 
 
@@ -74,67 +78,35 @@ def _place(text: str) -> TaskPlace:
     return TaskPlace(**{**values, "devices": tuple(values["devices"])})
 
 
-def _of(job: SparkJob, machines: tuple[Machine, ...], index: int, port: int) -> HostTask:
-    own = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)  # which the ranks' Python knows itself
-    shipped = tuple(path for path in sys.path if path and not any(Path(path).is_relative_to(each) for each in own))
-    return HostTask(job, machines, index, port, shipped)
-
-
 @contextmanager
-def _beside(task: HostTask) -> Iterator[_Program]:
-    """A block beside which the program runs; when it is left, or this process dies, the program ends."""
-    command = [sys.executable, *_PROGRAM]
-    path = os.pathsep.join(task.path)
+def _beside(job: SparkJob, machines: tuple[Machine, ...], index: int, port: int) -> Iterator[Callable[[], Any]]:
+    """A block beside which the program of machine ``index`` runs, with what returns its next message; when it is left,
+    or this process dies, the program ends.
+    """
+    own = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)  # which the ranks' Python knows itself
+    shipped = [path for path in sys.path if path and not any(Path(path).is_relative_to(each) for each in own)]
     with subprocess.Popen(
-        command,
+        [sys.executable, *_PROGRAM],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},  # choros may be what the application ships
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(shipped)},  # choros may be what the application ships
         start_new_session=True,  # Spark ends its workers by a signal to their group
     ) as process:
-        program = _Program(process)
+        assert process.stdin is not None  # noqa: S101  (a pipe)
         try:
-            program.send(task)
-            yield program
+            pickle.dump(HostTask(job, machines, index, port), process.stdin)
+            process.stdin.flush()
+            yield partial(_answer, process)
         finally:
-            program.leave()
+            process.stdin.close()
+            process.wait()
 
 
-@final
-class _Program:
-    """The program beside a task, by its pipes."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018  (pipes)
-        self._process, self._tasks, self._answers = process, process.stdin, process.stdout
-
-    def send(self, task: HostTask) -> None:
-        """Sends what is to be done."""
-        pickle.dump(task, self._tasks)
-        self._tasks.flush()
-
-    def listening(self) -> Listening:
-        """Returns where its hub listens; raises why it does not."""
-        message: Listening | Returned = self._next()
-        if isinstance(message, Returned):
-            raise message.failure or LaunchError("the program that starts the ranks has ended too early.")
-        return message
-
-    def returned(self) -> Returned:
-        """Returns what the ranks have returned."""
-        message: Returned = self._next()
-        return message
-
-    def leave(self) -> None:
-        """Ends it by the end of its input."""
-        self._tasks.close()
-        self._process.wait()
-
-    def _next(self) -> Any:
-        try:
-            return pickle.load(self._answers)  # noqa: S301  (from a process that this one has started)
-        except EOFError:
-            code = self._process.wait()
-            raise LaunchError(
-                f"the program that starts the ranks of this machine has ended with {code}: the executor's log says why."
-            ) from None
+def _answer(process: subprocess.Popen[bytes]) -> Any:
+    try:
+        return pickle.load(process.stdout)  # type: ignore[arg-type]  # noqa: S301  (from a process of this one's)
+    except EOFError:
+        code = process.wait()
+        raise LaunchError(
+            f"the program that starts the ranks of this machine has ended with {code}: the executor's log says why."
+        ) from None

@@ -22,13 +22,7 @@ import cloudpickle
 import numpy as np
 
 from choros.errors import ConfigError
-from choros.spark.parameters import (
-    COMMON,
-    FitPlan,
-    RowsEstimator,
-    model_parameters,
-    with_parameters,
-)
+from choros.spark.parameters import COMMON, FitPlan, RowsEstimator, with_parameters
 from choros.spark.rows import ParquetRows
 from choros.spark.transform import EstimatorModel, Predict
 
@@ -270,7 +264,6 @@ def _like(label: Any, output: Any) -> Any:
 
 
 @final
-@model_parameters
 class TorchModel(EstimatorModel):
     """What ``TorchEstimator.fit`` returns.
 
@@ -289,17 +282,8 @@ class TorchModel(EstimatorModel):
         input_shapes: Sequence[Sequence[int]] | None = None,
         **given: Any,
     ) -> None:
-        super().__init__(**given)
-        self._model, self._optimizer, self._shapes = model, optimizer, input_shapes
-        self.history, self.run_id, self.widths = history, run_id, widths
-
-    def getModel(self) -> Any:  # noqa: N802  (Horovod's name)
-        """Returns the trained module, on the CPU."""
-        return self._model
-
-    def getHistory(self) -> Sequence[Mapping[str, Any]] | None:  # noqa: N802  (Horovod's name)
-        """Returns the history."""
-        return self.history
+        super().__init__(model, history, run_id, widths, **given)
+        self._optimizer, self._shapes = optimizer, input_shapes
 
     def getOptimizerState(self) -> Any:  # noqa: N802
         """Returns the state of the optimizer."""

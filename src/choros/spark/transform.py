@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Model
 
 from choros.errors import ConfigError
-from choros.spark.parameters import Parameterized
+from choros.spark.parameters import Parameterized, with_parameters
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+_MODEL: Mapping[str, tuple[Any, str]] = {
+    "feature_cols": (None, "the columns of the model's inputs"),
+    "label_cols": (None, "the columns of the labels it was trained on"),
+    "output_cols": (None, "the columns that transform adds; default: each label's name with __output"),
+    "batch_size": (1024, "rows that transform hands to the model at once"),
+}
 #: A column that only ``transform`` sees.
 _PREDICTED = "__choros_predicted"
 #: Predicts arrays, one for each output, from arrays, one for each feature column.
 Predict = Callable[..., Sequence[Any]]
 
 
+@with_parameters(_MODEL)
 class EstimatorModel(Model, Parameterized):
-    """A model that an estimator returns. ``transform`` adds a column for each output: a number, if the output has one
-    value for each row, else a vector.
+    """A model that an estimator returns; ``widths``: how many values each output has for a row. ``transform`` adds a
+    column for each: a number, if it has one value, else a vector.
     """
 
-    #: How many values each output has for a row.
-    widths: tuple[int, ...] = ()
+    def __init__(self, model: Any, history: Any, run_id: str | None, widths: tuple[int, ...], **given: Any) -> None:
+        super().__init__(**given)
+        self._model, self.history, self.run_id, self.widths = model, history, run_id, widths
+
+    def getModel(self) -> Any:  # noqa: N802  (Horovod's name)
+        """Returns the trained model, on the CPU."""
+        return self._model
+
+    def getHistory(self) -> Any:  # noqa: N802  (Horovod's name)
+        """Returns the history."""
+        return self.history
 
     def predictor(self) -> Callable[[], Predict]:
         """Returns a function that Spark's workers call once, and that returns what predicts."""

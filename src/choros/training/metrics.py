@@ -168,7 +168,11 @@ def _try(metric: Any) -> list[Rule] | None:
     generator = np.random.default_rng(0)
     declared = _declared(metric)
     any_of_three: list[Rule] = [Reduction.SUM, Reduction.MAX, Reduction.MIN]
-    candidates = [any_of_three if rule is Reduction.SUM else [rule] for rule in declared]
+    undeclared = [variable.aggregation == "none" for variable in metric.variables]  # of keras.Variable, not add_weight
+    candidates = [
+        any_of_three if rule is Reduction.SUM or unknown else [rule]
+        for rule, unknown in zip(declared, undeclared, strict=True)
+    ]
     try:
         reset = _hosts(metric.stateless_reset_state())
         for scale in np.arange(_TRIALS) * 3.0:

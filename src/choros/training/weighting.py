@@ -185,9 +185,12 @@ def _reduce_samples(own: Callable[..., Any], values: Any, sample_weight: Any, re
     if step is None or reduce_fn is not keras.ops.mean or sample_weight is not None or len(values.shape) > 0:
         return values, sample_weight
     share = keras.ops.cast(_exchanged(step, values, _share, of_loss=False), values.dtype)
-    if "train_step" in step.own_methods and _read(lambda: _forms().total(values, step.rows)) == SUM:
-        return values, share
-    return values * share, share
+    if "train_step" in step.own_methods:
+        is_sum = _read(lambda: _forms().total(values, step.rows)) == SUM
+    else:
+        name, values = _named(step, values, "the result of a metric function")
+        is_sum = step.marked is None and _is_sum(step, values, name)
+    return (values if is_sum else values * share), share
 
 
 def _sum_added(model: Any, own: Callable[..., Any], value: Any) -> Any:
@@ -208,12 +211,20 @@ def _compute_loss(model: Any, own: Callable[..., Any], *args: Any, **kwargs: Any
 
 def _of_all_ranks_if_sum(step: ModelStep, loss: Any, what: str, total: Callable[[Any], Any] = keras.ops.sum) -> Any:
     """The total of what the user's code has computed, over all ranks' rows if it is a sum over this rank's."""
+    name, loss = _named(step, loss, what)
+    if step.marked is not None:
+        return total(loss)
+    is_sum, loss = _is_sum(step, loss, name), total(loss)
+    return mark_known(_added(step, loss) if is_sum else loss)
+
+
+def _named(step: ModelStep, value: Any, what: str) -> tuple[str, Any]:
+    """A name for what the user's code has computed in this place of a step, and the value, marked if that is tried."""
     name = f"{what} ({next(step.numbers)})"
     if step.marked is not None:
         step.marked[name] = caller()
-        return total(_forms().mark(loss, name))
-    is_sum, loss = _is_sum(step, loss, name), total(loss)
-    return mark_known(_added(step, loss) if is_sum else loss)
+        value = _forms().mark(value, name)
+    return name, value
 
 
 def _added(step: ModelStep, loss: Any) -> Any:
@@ -320,7 +331,8 @@ _OTHER = (
 )
 _HOW = (
     "so that it counts as a mean over them. Compute it by means over the rows, or by sums over them, or by a loss of "
-    "Keras' with a reduction; see Losses in docs/training.md."
+    "Keras' with a reduction, or a metric by a keras.metrics.Metric that adds what it needs; see Losses in "
+    "docs/training.md."
 )
 
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 import choros.keras as hvd
-from choros.bench.memory import BATCH, STEPS, width_of
+from choros.bench.memory import BATCH, LAYERS, STEPS, width_of
 from choros.bench.resident import peak_bytes
 
 
@@ -29,7 +29,7 @@ def train(layers: int, width: int, shard_state: bool) -> keras.Model:
     return model
 
 
-def main(directory: str, parameters: str, layers: str, shard_state: str) -> None:
+def main(directory: str, parameters: str, shard_state: str) -> None:
     """Trains, and writes ``RANK.json``: the peaks before, after what is imported late by a tiny model's ``fit``, and
     after training.
     """
@@ -38,7 +38,7 @@ def main(directory: str, parameters: str, layers: str, shard_state: str) -> None
     sliced = shard_state == "True"
     train(2, 4, sliced)
     before = peak_bytes()
-    model = train(int(layers), width_of(int(parameters), int(layers)), sliced)
+    model = train(LAYERS, width_of(int(parameters)), sliced)
     figures = {"before": before, "peak": peak_bytes(), "parameters": model.count_params()}
     (Path(directory) / f"{hvd.rank()}.json").write_text(json.dumps(figures))
 

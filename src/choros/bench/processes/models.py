@@ -10,8 +10,8 @@ from choros.bench.cases import CLASSES, EXAMPLES, TrainCase, batches
 from choros.bench.channel import Task
 
 
-def build(name: str) -> tuple[Any, Any, str]:
-    """Returns model, optimizer and loss: ``cnn`` of ``examples/mnist_horovod.py``, or ``mlp``, 20 million weights."""
+def build(name: str) -> tuple[Any, Any]:
+    """Returns model and optimizer: ``cnn`` of ``examples/mnist_horovod.py``, or ``mlp``, 20 million weights."""
     layers = keras.layers
     keras.utils.set_random_seed(0)
     shape = keras.Input(EXAMPLES[name])
@@ -20,16 +20,16 @@ def build(name: str) -> tuple[Any, Any, str]:
         pooled = [layers.MaxPooling2D(2), layers.Dropout(0.25), layers.Flatten()]
         dense = [layers.Dense(128, activation="relu"), layers.Dropout(0.5)]
         model = keras.Sequential([shape, *convolutions, *pooled, *dense, layers.Dense(CLASSES, activation="softmax")])
-        return model, keras.optimizers.Adam(), "sparse_categorical_crossentropy"
+        return model, keras.optimizers.Adam()
     hidden = [layers.Dense(4096, activation="relu"), layers.Dense(4096, activation="relu")]
     model = keras.Sequential([shape, *hidden, layers.Dense(CLASSES, activation="softmax")])
-    return model, keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy"
+    return model, keras.optimizers.SGD(0.01)
 
 
 def compiled(name: str, wrap: Callable[[Any], Any] = lambda optimizer: optimizer) -> Any:
     """Returns the model, compiled with its optimizer as returned by ``wrap``."""
-    model, optimizer, loss = build(name)
-    model.compile(wrap(optimizer), loss)
+    model, optimizer = build(name)
+    model.compile(wrap(optimizer), "sparse_categorical_crossentropy")
     return model
 
 

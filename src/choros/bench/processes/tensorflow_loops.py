@@ -20,7 +20,7 @@ def tape() -> Prepare:
 
     def prepare(case: Any) -> Task:
         keras.utils.clear_session()
-        model, optimizer, _ = build(case.model)
+        model, optimizer = build(case.model)
         loss = keras.losses.SparseCategoricalCrossentropy()
         optimizer.build(model.trainable_variables)
         hvd.broadcast_variables([*model.variables, *optimizer.variables], root_rank=0)
@@ -46,7 +46,7 @@ def multi_worker() -> Prepare:
     def prepare(case: Any) -> Task:
         keras.utils.clear_session()
         with strategy.scope():
-            model, optimizer, _ = build(case.model)
+            model, optimizer = build(case.model)
             optimizer.build(model.trainable_variables)
         loss = keras.losses.SparseCategoricalCrossentropy(reduction="none")
         global_batch = case.batch * strategy.num_replicas_in_sync

@@ -28,7 +28,7 @@ from choros.data.rows import check_global_batch, count_rows, cut
 from choros.distribute import datasets
 from choros.distribute.fit.gradients import distribute_optimizer, follow_seeds
 from choros.distribute.fit.prediction import predict_rows
-from choros.distribute.fit.shares import BATCH, evaluation_data, shares_named, training_data
+from choros.distribute.fit.shares import BATCH, check_shared, evaluation_data, shares_named, training_data
 from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.replicas import Replicas
 from choros.distribute.saving import write_once
@@ -62,7 +62,14 @@ from choros.training.keras_internals.fit import (
     set_initial_epoch,
     train_validation_split,
 )
-from choros.training.keras_internals.models import has_value, layers_of, local_value, own_variables, statistics_of
+from choros.training.keras_internals.models import (
+    has_value,
+    layers_of,
+    local_value,
+    optimizers_of,
+    own_variables,
+    statistics_of,
+)
 from choros.training.metrics import flat_results, global_result, global_results, watch
 from choros.training.random_numbers import draw_by_rank
 from choros.training.run_callback import RunCallback
@@ -140,10 +147,11 @@ class SynchronousTraining(Training):
         return RankMoments().combine if self._replicas.count > 1 and in_replica() else None
 
     def compile(self, model: Any, call: KerasCall) -> None:
-        """Compiles the model, and patches its optimizer if it was created outside of the scope."""
+        """Compiles the model, and patches its optimizers if they were created outside of the scope."""
         call.run()
-        if model.optimizer is not None:  # a step of its own may have others
-            distribute_optimizer(model.optimizer, self._replicas, self._state_owner, self._shard_state)
+        own = [] if model.optimizer is None else [model.optimizer]
+        for optimizer in [*own, *optimizers_of(model)]:  # a step of the model's own may use others
+            distribute_optimizer(optimizer, self._replicas, self._state_owner, self._shard_state)
 
     def fit(self, model: Any, call: KerasCall) -> Any:
         """Trains on this process's rows of each global batch."""
@@ -218,6 +226,7 @@ class SynchronousTraining(Training):
         call = call.replaced(callbacks=self._callbacks_of_rank(call["callbacks"]), verbose=self._verbosity(call))
         if call["steps"] is not None and are_arrays(call["x"]):
             call = call.replaced(x=cut(call["x"], 0, call["steps"] * (call["batch_size"] or BATCH)), steps=None)
+        check_shared(call["x"], self._replicas)
         distributed = datasets.is_distributed(call["x"])
         with enter_fit():
             return repeated(

@@ -118,3 +118,13 @@ def run_script(script: str) -> str:
             f"--host-discovery-script {script}: it ended with exit code {error.returncode}: {error.stderr.strip()}"
         ) from error
     return ended.stdout
+
+
+def version_of(distribution: str) -> str:
+    """Returns the version of an installed distribution; empty if there is none."""
+    import importlib.metadata  # takes 10 ms; few need it
+
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
