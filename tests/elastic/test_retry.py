@@ -126,6 +126,17 @@ def test_a_lost_rank_restores_the_last_commit(changing: Changing) -> None:
     assert changing.calls == ["raising", "admit", "sync", "restore", "admit", "callback", "sync", "ended"]
 
 
+def test_a_rank_that_is_taken_in_before_the_first_call_is_a_reset(
+    changing: Changing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new rank calls the callbacks, which may communicate."""
+    present = [2]
+    monkeypatch.setattr(job, "members", lambda: present[0])
+    monkeypatch.setattr(job, "admit", lambda: present.insert(0, 3) or changing.admit())
+    assert run(lambda state: "done")(Traced(changing.calls)) == "done"
+    assert changing.calls == ["raising", "admit", "callback", "sync", "ended"]
+
+
 class FrameworkError(Exception):
     """What a framework raises in the place of an exception on the host."""
 

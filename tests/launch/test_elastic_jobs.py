@@ -67,3 +67,20 @@ def test_a_second_signal_kills(tmp_path):
         job.assert_nothing_left()
     assert ended.code == 143
     assert ended.seconds < 15
+
+
+def test_the_only_rank_that_is_asked_to_end_has_not_finished(tmp_path):
+    script = tmp_path / "s.py"
+    script.write_text(
+        "import os, signal\n"
+        "import choros.torch as hvd\n"
+        "hvd.init()\n"
+        "@hvd.elastic.run\n"
+        "def train(state):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    while True:\n"
+        "        state.commit()\n"
+        "train(hvd.elastic.ObjectState())\n"
+    )
+    ended = run("-np", 1, "--min-np", 1, sys.executable, script)
+    assert ended.code == 143, ended

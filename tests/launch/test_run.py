@@ -41,9 +41,16 @@ def leave():
 
 
 def train_until_there_are(ranks, rows):
+    import torch
+
     import choros.torch as hvd
+    from choros.distribute import MirroredStrategy
 
     hvd.init()
+    MirroredStrategy()
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.5, momentum=0.5)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    path = hvd.broadcast_object("runs/5" if hvd.rank() == 0 else None)
     state = hvd.elastic.ObjectState(steps=0)
 
     @hvd.elastic.run
@@ -54,7 +61,7 @@ def train_until_there_are(ranks, rows):
             state.commit()
 
     train(state)
-    return hvd.rank(), hvd.size(), len(rows)
+    return hvd.rank(), hvd.size(), len(rows), path
 
 
 def test_results_in_order(capsys, tmp_path):
@@ -73,7 +80,7 @@ def test_large_arguments_and_results():
 def test_a_job_of_one_rank_grows():
     rows = bytes(2 << 20)
     results = run(train_until_there_are, (2, rows), num_proc=1, min_num_proc=1, max_num_proc=2, hosts="localhost:2")
-    assert results == [(0, 2, len(rows)), (1, 2, len(rows))]
+    assert results == [(rank, 2, len(rows), "runs/5") for rank in range(2)]
 
 
 def test_one_rank_needs_no_mpi():

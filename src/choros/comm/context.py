@@ -181,11 +181,13 @@ def raising_losses() -> Iterator[None]:
 
 
 @contextmanager
-def opening() -> Iterator[None]:
-    """Where new ranks replace lost ones of an elastic job, when all call ``admit``; all enter it at the same place."""
+def opening(*, admits: bool = True) -> Iterator[None]:
+    """Where new ranks replace lost ones of an elastic job, when all call ``admit``; all enter it at the same place. If
+    it does not ``admit``, no new rank is started for it.
+    """
     job = _current("opening()")
     # A new rank cannot become a member of process sets that exist.
-    with nullcontext() if job.process_sets else job.communicator.opening(), without_facts():
+    with job.communicator.opening() if admits and not job.process_sets else nullcontext(), without_facts():
         yield
 
 
@@ -344,7 +346,7 @@ def _start_engine(config: Config, position: Topology, comm: Any) -> tuple[Commun
     if position.rank == 0:
         _log.info(choice)
     engine = importlib.import_module(f"choros.comm.engines.{choice.engine}")
-    if position.size == 1:
+    if position.size == 1 and not config.elastic:
         return (*engine.start(position, comm), engine.finalize)
     global _finalize
     _finalize = engine.finalize  # also of a rank that does not take part

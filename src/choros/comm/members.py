@@ -189,8 +189,8 @@ class Members(Primitives):
         """Makes the process that waits the last member, unless it was lost; all call it, between two collectives."""
         self.atomic(lambda: self.agree(_ADMISSION))  # a rank that saves alone is served before
         with self._queue.exclusive():
-            before, self.noticed = self.launched, 0
-            if not self._admit():
+            before, noticed, self.noticed = self.launched, self.noticed, 0
+            if not (noticed & NEWCOMER and self._admit()):  # it may have ended since all noticed it
                 return False
             self.scratch = None
             if self.on_change is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from choros.comm import init, is_initialized, topology
+from choros.comm import global_process_set, has_others, init, is_initialized, topology
 from choros.distribute.cluster_resolver import (
     ClusterResolver,
     SimpleClusterResolver,
@@ -98,7 +98,7 @@ def replicas_of(
     topology: Topology, devices: Sequence[str] | None = None, shard_state: bool | None = None
 ) -> tuple[Replicas, Training | None]:
     """Returns this job's replicas, processes or, alone on JAX, devices, and their Keras training, if there is Keras."""
-    if topology.size == 1 and framework() == "jax":
+    if not has_others(global_process_set) and framework() == "jax":
         from choros.distribute.devices.replicas import local_devices, on_devices
 
         chosen = local_devices(devices)

@@ -20,7 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from choros.arrays import ArraySpec, adapter_of
-from choros.comm import Reduction, global_process_set
+from choros.comm import Reduction, global_process_set, has_others
 from choros.distribute.scope import enter_scope
 from choros.distribute.tf_functions import converted, windows_of_any_rows
 from choros.distribute.torch_objects import synchronized_torch_objects
@@ -43,12 +43,14 @@ class Replicas(ABC):
         local_count: the number of this process's replicas.
         first: the index of this process's first replica.
         on_device: returns the block in which variables are created on the replicas' device.
+        may_differ: whether there are other processes, or may be later, whose values may be others.
     """
 
     count: int
     local_count: int
     first: int
     on_device: Callable[[], AbstractContextManager[Any]] = nullcontext
+    may_differ: bool = False
 
     @abstractmethod
     def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -168,6 +170,11 @@ class ProcessReplicas(Replicas):
         if rank is not None:
             self._first = rank
         return self._first
+
+    @property
+    def may_differ(self) -> bool:  # type: ignore[override]  # read-only
+        """Whether there are others, or may be, in an elastic job."""
+        return not self._alone and has_others(global_process_set)
 
     def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls ``function`` on this process's replica."""

@@ -262,7 +262,7 @@ class _Scope(AbstractContextManager[Strategy]):
         with ExitStack() as stack:
             for block in (enter_scope(strategy), replicas.on_device(), patch_keras(strategy)):
                 stack.enter_context(block)
-            if replicas.count > replicas.local_count:
+            if replicas.may_differ:
                 stack.enter_context(follow_variables())
             self._entered.append(stack.pop_all())
         return strategy

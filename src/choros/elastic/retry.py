@@ -94,9 +94,10 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
                     if must_load:
                         state.load()
                         must_load = False
+                    before = job.members()
                     if not job.admit():
                         return cast(R, None)
-                    if must_reset:
+                    if must_reset or job.members() > before:
                         reset()
                         state.on_reset()
                     present = job.members()

@@ -104,7 +104,7 @@ def broadcast_optimizer_state(
         _create_gradients(optimizer)
         if is_root:
             _create_state(optimizer)
-    if communicator.size == 1:
+    if communicator.size == 1 and not communicator.elastic:
         return
     if slices is not None:
         _broadcast_slices(optimizer, slices, root_rank, process_set, is_root=is_root)

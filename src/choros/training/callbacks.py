@@ -151,8 +151,8 @@ class ElasticCallback(EpochCallback):
         self._context = ExitStack()
         weakref.finalize(self, self._context.close)  # before Python ends, if an exception ends fit
         directory = current().commit_dir
-        admits = callbacks is not None and global_process_set.communicator.elastic
-        self._run = RunCallback(callbacks or (), directory, admits=admits)
+        self._admits = callbacks is not None and global_process_set.communicator.elastic
+        self._run = RunCallback(callbacks or (), directory, admits=self._admits)
 
     def set_model(self, model: Any) -> None:
         """Prepares the model."""
@@ -174,7 +174,8 @@ class ElasticCallback(EpochCallback):
             steps, number = self.params.get("steps"), epochs.number_of_batches
             if steps is not None and number is not None and steps >= number - 1:
                 steps = None  # not steps_per_epoch, but the number of this rank's batches
-            self._context.enter_context(self._steps.elastic(epochs_of_steps(epochs, steps, part)))
+            epochs = epochs_of_steps(epochs, steps, part)
+            self._context.enter_context(self._steps.elastic(epochs, admits=self._admits))
         self._run.on_train_begin(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

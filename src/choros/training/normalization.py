@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 
-from choros.comm import global_process_set, is_initialized
+from choros.comm import global_process_set, has_others, is_initialized
 from choros.errors import ConfigError
 from choros.parallel.moments import RankMoments
 from choros.training.keras_internals.models import in_symbolic_scope, normalize_by
@@ -84,7 +84,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 def _of_the_job() -> Any:
     """What combines the moments of all ranks, whose gradients have the same weight."""
-    several = is_initialized() and global_process_set.communicator.size > 1
+    several = is_initialized() and has_others(global_process_set)  # a traced step asks once
     return RankMoments().combine if several else None
 
 

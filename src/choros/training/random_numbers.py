@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from choros.comm import global_process_set
+from choros.comm import global_process_set, has_others
 from choros.parallel.random_streams import (
     SPACING,
     set_tensorflow_streams,
@@ -65,10 +65,9 @@ def seed_generators(model: Any = None) -> list[Any]:
 
 def draw_by_rank(model: Any) -> None:
     """Makes random numbers differ by rank, before ``attach``; steps for all ranks' devices draw the global batch's."""
-    communicator = global_process_set.communicator
-    if communicator.size == 1 or spans_ranks():
+    if not has_others(global_process_set) or spans_ranks():
         return
-    rank = communicator.rank
+    rank = global_process_set.communicator.rank
     for generator in seed_generators(model):
         draw_by_replica(generator, lambda: rank)
     numbers_of = {"torch": torch_numbers_of, "tensorflow": tensorflow_numbers_of}.get(keras.backend.backend())

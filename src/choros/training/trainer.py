@@ -163,13 +163,15 @@ class Steps:
         self._rows_may_lack = True
 
     @contextmanager
-    def elastic(self, data: EpochData, class_weight: Mapping[int, float] | None = None) -> Iterator[None]:
-        """A context of ``fit`` in a job that ranks leave and join; the arguments are those of ``fit``."""
+    def elastic(
+        self, data: EpochData, class_weight: Mapping[int, float] | None = None, *, admits: bool = True
+    ) -> Iterator[None]:
+        """A context of ``fit``, with its arguments, in a job that ranks leave and, if it ``admits``, join."""
         epochs = self.epochs = ElasticEpochs(data, self, class_weight)
         try:
             with (
                 epochs.following(),
-                opening(),
+                opening(admits=admits),
                 epochs_of_any_length(lambda: data.goes_on),
                 first_epoch_without_batches(self._model),
             ):

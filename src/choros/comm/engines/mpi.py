@@ -354,6 +354,8 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
             reserve_segments()
         except OSError as error:
             _log.warning("MPI's shared memory may run out, which ends a rank by SIGBUS: %s.", error)
+    if _job.has_new_ranks:
+        raise ConfigError("init() cannot be called again after shutdown() once ranks have joined an elastic job.")
     if current().elastic and MPI.Comm.Get_parent() != MPI.COMM_NULL:
         return _start_new_rank(topology)
     _job.number = MPI.COMM_WORLD.Get_rank()

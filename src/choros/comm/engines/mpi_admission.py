@@ -131,8 +131,8 @@ class RankSlots:
         return next((slot for slot in free if self.leaders[slot] in leaders), None)
 
     def known_to(self, number: int) -> tuple[int, ...]:
-        """Returns the leaders of all ranks that a new one takes to exist: those of the start, and itself."""
-        return self.leaders[: max(self.size, number + 1)]
+        """Returns the leaders of all ranks that a new one takes to exist: those of the start, itself, another one."""
+        return self.leaders[: max(self.size, number + 1, 2)]
 
 
 @dataclass(frozen=True)

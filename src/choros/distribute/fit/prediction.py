@@ -30,7 +30,7 @@ def predict_rows(call: KerasCall, rank: int, size: int, *, distributed: bool = F
     ``distributed`` says that the batches are this process's rows of global batches already.
     """
     data, ranks = call["x"], global_process_set.communicator.launched
-    if size == 1:
+    if size == 1 or global_process_set.communicator.is_new:  # a new rank predicts all rows, as the others have them
         return call.run()
     if are_arrays(data):
         rows = count_rows(data)

@@ -99,7 +99,7 @@ class SynchronousTraining(Training):
         """Broadcasts initial values from process 0 unless equal on all; in ``fit`` only once all variables exist.
         Metrics start from zero; where one process keeps the optimizer's state, only that one creates it.
         """
-        if self._replicas.count == 1:
+        if not self._replicas.may_differ:
             return
         follow_aggregation(variable)
         if builds_slices():  # they are different on each process
@@ -118,7 +118,7 @@ class SynchronousTraining(Training):
 
     def weight_added(self, weight: Any) -> None:
         """Makes a layer's statistics those of all replicas, outside of ``run`` and ``fit``."""
-        if self._replicas.count > 1 and not weight.trainable and "float" in weight.dtype and not aggregates(weight):
+        if self._replicas.may_differ and not weight.trainable and "float" in weight.dtype and not aggregates(weight):
             follow_statistic(weight)
 
     def optimizer_created(self, optimizer: Any) -> None:
@@ -144,7 +144,7 @@ class SynchronousTraining(Training):
 
     def combine_moments(self) -> Callable[[Any, Any, Any], tuple[Any, Any]] | None:
         """Returns what combines the moments of all processes, whose gradients ``run`` adds."""
-        return RankMoments().combine if self._replicas.count > 1 and in_replica() else None
+        return RankMoments().combine if self._replicas.may_differ and in_replica() else None
 
     def compile(self, model: Any, call: KerasCall) -> None:
         """Compiles the model, and patches its optimizers if they were created outside of the scope."""
