@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import choros
-from choros.comm import context, on_init
 from choros.errors import ConfigError, EngineUnavailable, NotInitializedError
 from choros.parallel import objects, ops
 from choros.settings import Config
-from choros.topology import ENVIRONMENTS, Topology
+from choros.topology import ENVIRONMENTS
 from harness import CHOROSRUN, Job, case_names, check_case, on
 
 JOBS = "comm.job_cases"
@@ -112,17 +111,6 @@ def test_shutdown_before_init_and_twice_does_nothing() -> None:
     choros.init()
     choros.shutdown()
     choros.shutdown()
-
-
-def test_on_init_is_called_with_the_position_at_each_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    positions: list[Topology] = []
-    monkeypatch.setattr(context, "_initializers", [])
-    on_init(positions.append)
-    for _ in range(2):
-        choros.init()
-        choros.init()
-        choros.shutdown()
-    assert positions == [Topology(), Topology()]
 
 
 def test_messages_are_shown_once_when_a_library_has_added_a_handler() -> None:

@@ -8,7 +8,6 @@ from choros.comm.context import (
     is_initialized,
     leave_alone,
     on_change,
-    on_init,
     opening,
     raising_losses,
     registered_process_sets,

@@ -47,7 +47,6 @@ _crashed = False
 _listeners = Listeners()
 _hooked = False
 _finalize: Callable[[], None] | None = None
-_initializers: list[Callable[[Topology], None]] = []
 _change_listeners: list[Callable[[Change], None]] = []
 
 
@@ -108,8 +107,6 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | 
     except ChorosError:
         shutdown()  # all ranks were given the same sets, so all of them are here
         raise
-    for initializer in _initializers:
-        initializer(position)
 
 
 def shutdown() -> None:
@@ -242,11 +239,6 @@ def is_initialized() -> bool:
 def topology(what: str = "this function") -> Topology:
     """This process's position; before ``init()``, a ``NotInitializedError`` in which ``what`` names the caller."""
     return _current(what).topology
-
-
-def on_init(initializer: Callable[[Topology], None]) -> None:
-    """Calls ``initializer`` with the position of this process whenever ``init()`` has joined a job."""
-    _initializers.append(initializer)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
