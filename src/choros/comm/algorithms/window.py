@@ -93,31 +93,6 @@ def flat_allreduce(comm: MPI.Intracomm, buffer: NDArray[Any], op: Reduction) -> 
         comm.Allreduce(MPI.IN_PLACE, buffer[start : start + items], OPS[op])
 
 
-@final
-class Window:
-    """Shared memory of the ranks of a host: equally many bytes for each."""
-
-    def __init__(self, host: MPI.Intracomm, nbytes: int) -> None:
-        """Every rank of ``host`` must create it; an ``OSError``, on all of them, says that there is no memory."""
-        self._host = host
-        nbytes = -(-nbytes // _PAGE) * _PAGE
-        self.parts = share(host, nbytes)
-        self.mine = self.parts[host.Get_rank()]
-        self._address = _address(self.mine)
-
-    def offset_of(self, address: int) -> int | None:
-        """The offset of ``address`` in this rank's memory; ``None`` if it is outside."""
-        offset = address - self._address
-        return offset if 0 <= offset < self.mine.nbytes else None
-
-    def barrier(self, *, brief: bool = False, describe: Callable[[], LongWait] | None = None) -> None:
-        """Waits for all ranks; makes earlier writes visible. A ``brief`` wait spins in MPI, faster than polling."""
-        if brief:
-            self._host.Barrier()
-        else:
-            wait_until(self._host.Ibarrier().Test, describe=describe)
-
-
 def _address(array: NDArray[Any]) -> int:
     try:
         address: int = MPI.Get_address(array)  # takes a tenth of the time
@@ -128,7 +103,7 @@ def _address(array: NDArray[Any]) -> int:
 
 @final
 class WindowReduction:
-    """Reductions of buffers in a window of the rank's host; see the module's docstring."""
+    """Reductions of buffers in windows, memory that the ranks of a host share; see the module's docstring."""
 
     def __init__(
         self,
@@ -136,7 +111,7 @@ class WindowReduction:
         owners: MPI.Intracomm | None,
         ranks: HostRanks,
         block_bytes: int,
-        describe: Callable[[], LongWait] | None = None,
+        describe: Callable[[], LongWait],
     ) -> None:
         """``owners`` own this rank's slice on all hosts (step 3); ``None`` if it owns none, or there is one host."""
         self._host = host
@@ -145,19 +120,22 @@ class WindowReduction:
         self._owners = owners
         self._describe = describe
         self.block_bytes = block_bytes
-        self._windows: list[Window] = []
-        self._known: dict[tuple[int, int, np.dtype[np.generic]], tuple[Window, list[NDArray[Any]]]] = {}
+        #: Where this rank's memory in each window begins and ends, and the memory of all ranks.
+        self._windows: list[tuple[int, int, list[NDArray[np.uint8]]]] = []
+        self._known: dict[tuple[int, int, np.dtype[np.generic]], list[NDArray[Any]]] = {}
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """Memory of this rank in a new window, of the same size on every rank; an ``OSError`` is raised on all."""
-        window = Window(self._host, nbytes)
-        self._windows.append(window)
-        return window.mine[:nbytes]
+        parts = share(self._host, -(-nbytes // _PAGE) * _PAGE)
+        mine = parts[self._rank]
+        begin = _address(mine)
+        self._windows.append((begin, begin + mine.nbytes, parts))
+        return mine[:nbytes]
 
     def holds(self, buffer: NDArray[Any]) -> bool:
         """Whether ``buffer`` is in memory from ``allocate``."""
         address = _address(buffer)
-        return any(window.offset_of(address) is not None for window in self._windows)
+        return any(begin <= address < end for begin, end, _ in self._windows)
 
     def allreduce(self, buffer: NDArray[Any], op: Reduction) -> None:
         """Reduces ``buffer``, at the same offset in all ranks' windows, in place with SUM, MIN, MAX or PRODUCT."""
@@ -180,23 +158,31 @@ class WindowReduction:
     @contextmanager
     def _between_barriers(self, buffer: NDArray[Any]) -> Iterator[list[NDArray[Any]]]:
         """A context in which all ranks are; gives ``buffer`` in the memory of each."""
-        window, parts = self._parts_of(buffer)
+        parts = self._parts_of(buffer)
         # All ranks have agreed on this collective: for a small buffer the others are microseconds away.
         brief = buffer.nbytes <= _BRIEF_BYTES
-        window.barrier(brief=brief, describe=self._describe)
+        self._barrier(brief=brief)
         with np.errstate(all="ignore"):  # an error on one rank would let the others wait
             yield parts
-        window.barrier(brief=brief, describe=self._describe)
+        self._barrier(brief=brief)
 
-    def _parts_of(self, buffer: NDArray[Any]) -> tuple[Window, list[NDArray[Any]]]:
-        """The window of ``buffer``, and its memory in all ranks' windows; cached, as buffers recur every step."""
-        key = (_address(buffer), buffer.size, buffer.dtype)
+    def _barrier(self, *, brief: bool) -> None:
+        """Waits for all ranks; makes earlier writes visible. A ``brief`` wait spins in MPI, faster than polling."""
+        if brief:
+            self._host.Barrier()
+        else:
+            wait_until(self._host.Ibarrier().Test, describe=self._describe)
+
+    def _parts_of(self, buffer: NDArray[Any]) -> list[NDArray[Any]]:
+        """``buffer`` in the memory of each rank; cached, as buffers recur every step."""
+        address = _address(buffer)
+        key = (address, buffer.size, buffer.dtype)
         if key not in self._known:
             if len(self._known) >= _KNOWN_BUFFERS:
                 self._known.clear()
-            window, begin = next((w, offset) for w in self._windows if (offset := w.offset_of(key[0])) is not None)
-            part = slice(begin, begin + buffer.nbytes)
-            self._known[key] = window, [memory[part].view(buffer.dtype) for memory in window.parts]
+            start, parts = next((begin, parts) for begin, end, parts in self._windows if begin <= address < end)
+            part = slice(address - start, address - start + buffer.nbytes)
+            self._known[key] = [memory[part].view(buffer.dtype) for memory in parts]
         return self._known[key]
 
     def _blocks(self, parts: Sequence[NDArray[Any]]) -> Iterator[list[NDArray[Any]]]:
