@@ -41,7 +41,7 @@ def late_rank() -> list[TimelinePart]:
 
 def test_a_part_has_what_was_written(tmp_path: Path) -> None:
     header = PartHeader.of_this_process(1, 2, mark_cycles=True)
-    writer = PartWriter(tmp_path / "new" / "rank-1.jsonl", header)
+    writer = PartWriter(tmp_path / "new.json", header)
     sets = {"collective": "allreduce"}
     writer.write(Event(Kind.COLLECTIVE_BEGUN, 'a "name"\n', details={**sets, "process_set": (0, 1)}))
     writer.write(Event(Kind.COLLECTIVE_BEGUN, "b", details={**sets, "process_set": (1,)}))
@@ -78,7 +78,7 @@ def test_a_full_disk_ends_the_part_with_a_warning_and_not_the_training(
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    writer = PartWriter(tmp_path / "rank-0.jsonl", PartHeader.of_this_process(0, 1, mark_cycles=False))
+    writer = PartWriter(tmp_path / "run.json", PartHeader.of_this_process(0, 1, mark_cycles=False))
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
         for _ in range(2):
@@ -363,7 +363,7 @@ def test_the_directory_of_a_part_may_vanish_while_it_is_created(
 
     removed: list[Path] = []
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    PartWriter(path, PartHeader.of_this_process(0, 1, mark_cycles=False)).end()
+    PartWriter(tmp_path / "run.json", PartHeader.of_this_process(0, 1, mark_cycles=False)).end()
     assert path.exists()
     assert removed
 
@@ -390,7 +390,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_init(tmp_path: Path, monke
 def test_parts_of_an_earlier_and_larger_job_are_not_merged(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     for rank in (0, 1):
-        PartWriter(part_path(file, rank), PartHeader.of_this_process(rank, 2, mark_cycles=False)).end()
+        PartWriter(file, PartHeader.of_this_process(rank, 2, mark_cycles=False)).end()
     choros.init()
     start_timeline(file)
     stop_timeline()

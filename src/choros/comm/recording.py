@@ -10,8 +10,7 @@ died, the parts stay: chorosrun merges them, and without it each rank that can::
 import logging
 import os
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,34 +21,13 @@ from choros.comm.request import Request
 from choros.errors import ConfigError, EngineError, NotInitializedError
 from choros.observe import events
 from choros.observe.listeners import take_pipe
-from choros.observe.timeline import (
-    RECORDED,
-    PartHeader,
-    PartWriter,
-    part_path,
-    read_part,
-    remove_part,
-    remove_stale_parts,
-)
+from choros.observe.timeline import PartHeader, PartWriter, read_part, remove_part, remove_stale_parts
 
 _log = logging.getLogger("choros")
 
 
-@dataclass(frozen=True)
-class _Recording:
-    file: Path
-    rank: int
-    part: PartWriter
-    stop_listening: Callable[[], None]
-
-    def end(self) -> bytes:
-        """Ends it; returns the events of this rank."""
-        self.stop_listening()
-        return self.part.end()
-
-
 _WRITTEN = Request("timeline written")
-_recording: _Recording | None = None
+_recording: PartWriter | None = None
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
@@ -113,11 +91,9 @@ def start_recording(communicator: Communicator, file_path: str, *, mark_cycles: 
     try:
         if file.is_dir():
             raise IsADirectoryError("it is a directory")
-        header = PartHeader.of_this_process(rank, communicator.size, mark_cycles=mark_cycles)
-        part = PartWriter(part_path(file, rank), header)
         remove_stale_parts(file, communicator.size)
         # From here on, so that the timeline shows which ranks wait here for others.
-        recording = _Recording(file, rank, part, events.listen(part.write, RECORDED))
+        recording = PartWriter(file, PartHeader.of_this_process(rank, communicator.size, mark_cycles=mark_cycles))
     except OSError as error:
         problem = ConfigError(f"the timeline {file} cannot be written: {error}. Give the path of a file.")
     try:
@@ -168,7 +144,7 @@ def merge_after_crash() -> None:
         _merge_here(_recording)
 
 
-def _merge_here(recording: _Recording) -> None:
+def _merge_here(recording: PartWriter) -> None:
     """Merges the parts that lie here, unless chorosrun does that after the end of all ranks."""
     from choros.trace.files import merge_parts  # takes 10 ms; other jobs do not need it
 
@@ -180,7 +156,7 @@ def _merge_here(recording: _Recording) -> None:
         _log.warning("the timeline %s cannot be written: %s.", recording.file, error)
 
 
-def _write(recording: _Recording, received: bytes, counts: Sequence[int]) -> bool:
+def _write(recording: PartWriter, received: bytes, counts: Sequence[int]) -> bool:
     """Writes the timeline from the ranks' compressed parts; returns whether that was possible."""
     from choros.trace.files import write_trace
 
@@ -191,7 +167,7 @@ def _write(recording: _Recording, received: bytes, counts: Sequence[int]) -> boo
     try:
         write_trace(recording.file, [read_part(zlib.decompress(part)) for part in parts if part])
     except (OSError, ValueError) as error:
-        kept = recording.part.path.parent
+        kept = recording.path.parent
         _log.warning(
             "the timeline %s cannot be written: %s. Each rank keeps its part in %s.", recording.file, error, kept
         )

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-from choros.observe.events import Event, Kind
+from choros.observe.events import Event, Kind, listen
 
 #: The kinds of events in a timeline. ``WAITING`` shows how long a rank has waited that is killed before its wait ends.
 RECORDED = (
@@ -123,16 +123,19 @@ class TimelinePart:
 
 @final
 class PartWriter:
-    """Writes the events of this rank to a part, which it creates with its directory, or raises an ``OSError``."""
+    """Records the events of this rank, from when it is made to ``end``, in its part of the timeline ``file``, which it
+    creates with its directory, or raises an ``OSError``.
+    """
 
-    def __init__(self, path: Path, header: PartHeader) -> None:
-        self.path = path
+    def __init__(self, file: Path, header: PartHeader) -> None:
+        self.file, self.rank, self.path = file, header.rank, part_path(file, header.rank)
         self._everyone = tuple(range(header.size))
-        self._descriptor: int | None = _create(path)
+        self._descriptor: int | None = _create(self.path)
         self._write(_encode({"part": _FORMAT, **asdict(header)}))
+        self._stop_listening = listen(self.write, RECORDED)
 
     def write(self, event: Event) -> None:
-        """Writes ``event``, which happens now: the listener of a recording."""
+        """Writes ``event``, which happens now."""
         now = time.perf_counter_ns()
         details = event.details
         if event.kind is Kind.COLLECTIVE_MATCHED:  # its other details are those of COLLECTIVE_BEGUN
@@ -150,6 +153,7 @@ class PartWriter:
 
     def end(self) -> bytes:
         """Ends the part and returns its content."""
+        self._stop_listening()
         self._write(_encode((_ENDED, "", time.perf_counter_ns(), 0, {})))
         if self._descriptor is not None:
             os.close(self._descriptor)
