@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from choros.comm.selection import Choice, select, select_devices
+from choros.comm.selection import select, select_devices
 from choros.errors import ChorosError, ConfigError, EngineUnavailable
 from choros.settings import Config
 from choros.topology import Topology
@@ -23,28 +23,28 @@ def ranks(size: int, launcher: str) -> Topology:
 ALONE = Topology()
 #: ``CHOROS_ENGINE``, the launcher and number of ranks, the argument of ``init``, and the choice.
 CHOICES = {
-    "alone": ("", ALONE, None, Choice("local", "one rank: nothing to move")),
-    "alone, named": ("auto", ALONE, [0], Choice("local", "one rank: nothing to move")),
-    "mpirun of one": ("", ranks(1, MPIRUN), None, Choice("local", "one rank: nothing to move")),
-    "torchrun of one": ("", ranks(1, TORCHRUN), None, Choice("local", "one rank: nothing to move")),
-    "mpirun": ("", ranks(4, MPIRUN), None, Choice("mpi", "Open MPI's mpirun started 4 ranks")),
-    "srun": ("", ranks(2, "srun"), None, Choice("torch", "srun started 2 ranks without MPI")),
-    "srun, mpi requested": ("mpi", ranks(2, "srun"), None, Choice("mpi", "CHOROS_ENGINE=mpi")),
-    "srun, communicator": ("", ranks(2, "srun"), object(), Choice("mpi", "init() was given an MPI communicator")),
-    "srun --mpi=pmix": ("", ranks(2, "srun --mpi=pmix"), None, Choice("mpi", "srun --mpi=pmix started 2 ranks")),
-    "torchrun": ("", ranks(2, TORCHRUN), None, Choice("torch", "torchrun started 2 ranks without MPI")),
-    "TF_CONFIG": ("", ranks(3, "TF_CONFIG"), [0, 2], Choice("torch", "TF_CONFIG started 3 ranks without MPI")),
-    "some ranks of mpirun": ("", ranks(4, MPIRUN), [0, 1], Choice("mpi", "Open MPI's mpirun started 4 ranks")),
-    "communicator": ("", ALONE, object(), Choice("mpi", "init() was given an MPI communicator")),
-    "local requested": ("local", ALONE, None, Choice("local", "CHOROS_ENGINE=local")),
-    "mpi requested": ("mpi", ALONE, None, Choice("mpi", "CHOROS_ENGINE=mpi")),
-    "torch requested under mpirun": ("torch", ranks(2, MPIRUN), None, Choice("torch", "CHOROS_ENGINE=torch")),
-    "xla requested": ("xla", ranks(2, MPIRUN), None, Choice("xla", "CHOROS_ENGINE=xla")),
+    "alone": ("", ALONE, None, ("local", "one rank: nothing to move")),
+    "alone, named": ("auto", ALONE, [0], ("local", "one rank: nothing to move")),
+    "mpirun of one": ("", ranks(1, MPIRUN), None, ("local", "one rank: nothing to move")),
+    "torchrun of one": ("", ranks(1, TORCHRUN), None, ("local", "one rank: nothing to move")),
+    "mpirun": ("", ranks(4, MPIRUN), None, ("mpi", "Open MPI's mpirun started 4 ranks")),
+    "srun": ("", ranks(2, "srun"), None, ("torch", "srun started 2 ranks without MPI")),
+    "srun, mpi requested": ("mpi", ranks(2, "srun"), None, ("mpi", "CHOROS_ENGINE=mpi")),
+    "srun, communicator": ("", ranks(2, "srun"), object(), ("mpi", "init() was given an MPI communicator")),
+    "srun --mpi=pmix": ("", ranks(2, "srun --mpi=pmix"), None, ("mpi", "srun --mpi=pmix started 2 ranks")),
+    "torchrun": ("", ranks(2, TORCHRUN), None, ("torch", "torchrun started 2 ranks without MPI")),
+    "TF_CONFIG": ("", ranks(3, "TF_CONFIG"), [0, 2], ("torch", "TF_CONFIG started 3 ranks without MPI")),
+    "some ranks of mpirun": ("", ranks(4, MPIRUN), [0, 1], ("mpi", "Open MPI's mpirun started 4 ranks")),
+    "communicator": ("", ALONE, object(), ("mpi", "init() was given an MPI communicator")),
+    "local requested": ("local", ALONE, None, ("local", "CHOROS_ENGINE=local")),
+    "mpi requested": ("mpi", ALONE, None, ("mpi", "CHOROS_ENGINE=mpi")),
+    "torch requested under mpirun": ("torch", ranks(2, MPIRUN), None, ("torch", "CHOROS_ENGINE=torch")),
+    "xla requested": ("xla", ranks(2, MPIRUN), None, ("xla", "CHOROS_ENGINE=xla")),
 }
 
 
 @pytest.mark.parametrize(("requested", "topology", "comm", "choice"), CHOICES.values(), ids=CHOICES)
-def test_choice(requested: str, topology: Topology, comm: object, choice: Choice) -> None:
+def test_choice(requested: str, topology: Topology, comm: object, choice: tuple[str, str]) -> None:
     assert select(Config.from_environ({"CHOROS_ENGINE": requested}), topology, comm, installed=lambda _: True) == choice
 
 
@@ -107,9 +107,9 @@ def test_choice_of_device_collectives(
     reason: str,
 ) -> None:
     config = Config.from_environ({"CHOROS_DEVICES": requested})
-    choice = select_devices(engine, size, config, lambda name: torch or name != "torch", lambda: problem)
-    assert (choice.module, choice.kinds) == (module, kinds)
-    assert reason in choice.reason
+    *chosen, why = select_devices(engine, size, config, lambda name: torch or name != "torch", lambda: problem)
+    assert chosen == [module, kinds]
+    assert reason in why
 
 
 def test_device_collectives_that_cannot_be_used_are_an_error_if_they_are_requested() -> None:

@@ -33,4 +33,4 @@ def case_gradients_are_reduced_on_the_gpu() -> None:
     if keras.backend.backend() != "jax":
         assert reducer_of(optimizer).reducer.config.device.type == "cuda"
         library = {"nccl4py": "nccl4py_devices", "torch": "torch_devices"}[os.environ["CHOROS_DEVICES"]]
-        assert select_devices("mpi", hvd.size(), current()).module == library
+        assert select_devices("mpi", hvd.size(), current())[0] == library

@@ -240,18 +240,18 @@ class Communicator(Members):
         """Collectives on device tensors, which the first one connects; ``None`` if tensors go through the host."""
         if self.elastic:
             return None  # a library of devices cannot go on without a rank
-        choice = select_devices(self.engine, self.size, current())
+        module, kinds, reason = select_devices(self.engine, self.size, current())
         if self.rank == 0:
-            _log.info("tensors on devices: %s.", choice.reason)
-        if choice.module is None:
+            _log.info("tensors on devices: %s.", reason)
+        if module is None:
             return None
 
         def connect(device: Device) -> DeviceLink:
             # Imported by the first connection: without one, no rank waits for PyTorch's import.
-            link: DeviceLink = importlib.import_module(f"choros.comm.engines.{choice.module}").connect(self, device)
+            link: DeviceLink = importlib.import_module(f"choros.comm.engines.{module}").connect(self, device)
             return link
 
-        return DeviceCollectives(self, choice.kinds, connect)
+        return DeviceCollectives(self, kinds, connect)
 
     @final
     def close(self) -> None:

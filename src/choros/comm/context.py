@@ -334,10 +334,10 @@ def _end(job: _JobState) -> None:
 
 def _start_engine(config: Config, position: Topology, comm: Any) -> tuple[Communicator, Topology, Callable[[], None]]:
     """Starts the engine for this job, which is imported only now that it is chosen."""
-    choice = select(config, position, comm)
+    name, reason = select(config, position, comm)
     if position.rank == 0:
-        _log.info(choice)
-    engine = importlib.import_module(f"choros.comm.engines.{choice.engine}")
+        _log.info("engine %s: %s", name, reason)
+    engine = importlib.import_module(f"choros.comm.engines.{name}")
     if position.size == 1 and not config.elastic:
         return (*engine.start(position, comm), engine.finalize)
     global _finalize

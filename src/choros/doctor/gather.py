@@ -36,7 +36,7 @@ _PROGRAMS = {
 }
 _DEVICES = (
     "import os; from choros.settings import Config; from choros.comm.selection import select_devices; "
-    f"print({_MARK!r}, select_devices('mpi', 2, Config.from_environ(os.environ)).reason)"
+    f"print({_MARK!r}, select_devices('mpi', 2, Config.from_environ(os.environ))[-1])"
 )
 _GPUS = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 
