@@ -30,7 +30,6 @@ from choros.launch.driver.job_end import JobEnd, Reason, signal_name
 from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.mpirun_process import MpirunProcess
 from choros.launch.driver.output import Output
-from choros.launch.driver.payload_sender import PayloadSender
 from choros.launch.driver.stopping import Stopping, kill_rank, publish
 from choros.launch.driver.wait_watch import StackRequests, WaitWatch
 from choros.launch.plan.command import Command
@@ -38,6 +37,7 @@ from choros.launch.plan.job import Elastic, Job, Limits
 from choros.launch.processes.control import RECORD_OF, STACKS_OF, VIEW_OF, answer, send_text
 from choros.launch.processes.process_tree import signal_group
 from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, Received, Result, Stacks, Start, Text
+from choros.launch.protocol.payload import PayloadSender
 from choros.launch.protocol.wrapper_options import STACKS
 from choros.observe import events
 from choros.observe.events import Event, Kind

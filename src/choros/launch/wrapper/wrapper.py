@@ -266,7 +266,7 @@ class Wrapper:
             enlarge(pipe, self._topology.local_size)
             self._output.add(name, pipe)
         if process.stdin is not None:
-            from choros.launch.wrapper.rank_input import RankInput  # a command has none
+            from choros.launch.protocol.payload import RankInput  # a command has none
 
             RankInput(self._loop, 0, process.stdin, lambda count: self._send(Received(self._topology.rank, count)))
         early, self._early = self._early, []
