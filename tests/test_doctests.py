@@ -16,7 +16,7 @@ from harness import FRAMEWORKS
 PACKAGE = Path(choros.__file__).parent
 #: What examples import beside choros, and the framework of its package.
 NEEDED = {
-    "choros.comm.engines.device_collectives": "torch",
+    "choros.comm.devices": "torch",
     "choros.jax.clipping": "optax",
     "choros.jax.dependence": "optax",
     "choros.jax.optimizer": "optax",

@@ -150,7 +150,7 @@ def test_torchs_tensors_are_sent_in_its_current_stream_without_waiting(nccl: Rec
 
 @needs("torch")
 def test_torch_shares_an_array_that_refuses_a_stream() -> None:
-    from choros.comm.engines.device_collectives import as_tensor
+    from choros.comm.devices import as_tensor
 
     class Refusing:
         """As TensorFlow's on a GPU, whose stream torch would give."""

@@ -16,8 +16,7 @@ import tensorflow as tf
 import choros.keras as hvd
 from choros.arrays import ArraySpec, device_adapter
 from choros.comm import Communicator, Reduction
-from choros.comm.devices import Device, DeviceLink
-from choros.comm.engines.device_collectives import DeviceCollectives, agree_to_connect
+from choros.comm.devices import Device, DeviceCollectives, DeviceLink, agree_to_connect
 from choros.comm.engines.nccl import exchange_id
 from choros.errors import EngineError, MismatchError
 from choros.parallel.reduce.device import DeviceExchange, TensorDevice

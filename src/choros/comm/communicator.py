@@ -17,8 +17,7 @@ from typing import Any, ParamSpec, Self, TypeVar, final
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from choros.comm.devices import Device, DeviceLink
-from choros.comm.engines.device_collectives import DeviceCollectives
+from choros.comm.devices import Device, DeviceCollectives, DeviceLink
 from choros.comm.fusion import Layout
 from choros.comm.members import Members
 from choros.comm.primitives import Array

@@ -1,11 +1,25 @@
-"""The devices of a process, and a connection of them: collectives on device tensors, without copies to the host."""
+"""The devices of a process, a connection of them, and collectives over it on their tensors, without the host."""
 
+from __future__ import annotations
+
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, final
 
-from choros.comm.reduction import Reduction
+import numpy as np
+
+from choros.comm.members import Members
+from choros.comm.reduction import Reduction, dtype_problem, working_op
+from choros.comm.request import Request
+from choros.comm.transfers import row_counts
+from choros.errors import ChorosError, ConfigError, EngineUnavailable
+from choros.topology import shard_range
+
+if TYPE_CHECKING:
+    import torch
 
 #: DLPack's numbers of devices, by PyTorch's names. Pinned memory is the host's, and PyTorch calls AMD's GPUs cuda.
 _TYPES = {1: "cpu", 2: "cuda", 3: "cpu", 10: "cuda"}
@@ -76,3 +90,212 @@ class DeviceLink(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases the connection; all members must call it, and no method may be called after it."""
+
+
+def agree_to_connect(control: Members, device: Device, library: str, problem: ChorosError | None) -> None:
+    """Raises an error on all members if one of them cannot connect ``device``, or would by another library."""
+    with control.exclusive():
+        control.agree(Request("connection of devices", f"{device.type} through {library}"), problem=problem)
+
+
+@final
+class DeviceCollectives:
+    """Collectives on tensors that stay on their device, connected at its first use; all members call them in the same
+    order, each with any object of DLPack's protocol (one to overwrite: torch's; so are results, for operations
+    enqueued later on the current stream). Calls that differ raise a ``MismatchError`` on all before data moves::
+
+        control plane (MPI, Gloo)            device (NCCL)
+        same request on all ranks? ── yes ──► reduce; the framework's stream waits for it (DeviceLink)
+
+    >>> import torch
+    >>> from choros.comm.engines.local import LocalCommunicator
+    >>> alone = LocalCommunicator()
+    >>> from choros.comm.engines import torch_devices
+    >>> devices = DeviceCollectives(alone, ["cpu"], lambda device: torch_devices.connect(alone, device))
+    >>> tensor = torch.ones(2)
+    >>> devices.allreduce(tensor)
+    >>> devices.allgather(tensor)
+    tensor([1., 1.])
+    >>> devices.close()
+    """
+
+    def __init__(self, control: Members, kinds: Collection[str], connect: Callable[[Device], DeviceLink]) -> None:
+        """Connects nothing yet; ``connect`` connects a device later, and all members call it together."""
+        self._kinds = frozenset(kinds)
+        self._control = control
+        self._connect = connect
+        self._links: dict[Device, DeviceLink] = {}
+
+    def moves(self, kind: str) -> bool:
+        """Whether tensors on devices of ``kind``, such as ``cuda``, are communicated without a copy to the host."""
+        return kind in self._kinds
+
+    def reduce_in_place(self, buffer: Any, op: Reduction) -> None:
+        """``allreduce``, unchecked: in ``exclusive()``, after ``agree``; needs no PyTorch; ``op`` not ``AVERAGE``."""
+        self._link(buffer).allreduce(buffer, op)
+
+    def allreduce(self, tensor: Any, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> None:
+        """Reduces a contiguous ``tensor`` in place; float16 and bfloat16 are summed in their own precision."""
+        import torch
+
+        values = as_tensor(tensor)
+        link = self._link(values)
+        request = Request("device allreduce", f"op={op.title}, {_kind(values)}", name)
+        with self._control.exclusive():
+            self._control.agree(request, problem=_unwritable(tensor, values) or _problem(values, op))
+            values = values.detach()
+            if values.dtype == torch.bool:
+                values, op = values.view(torch.uint8), working_op(np.dtype(np.bool_), op)
+            link.allreduce(values.reshape(-1), Reduction.SUM if op is Reduction.AVERAGE else op)
+        if op is Reduction.AVERAGE:
+            values.div_(self._control.size, rounding_mode=None if values.is_floating_point() else "trunc")
+
+    def broadcast(self, tensor: Any, root: int = 0, *, name: str = "") -> None:
+        """Overwrites ``tensor``, which is contiguous, with that of the member ``root``."""
+        values = as_tensor(tensor)
+        link = self._link(values)
+        problem = _unwritable(tensor, values) or _problem(values)
+        if not 0 <= root < self._control.size:
+            problem = ConfigError(f"broadcast: root={root} is not one of the {self._control.size} ranks.")
+        with self._control.exclusive():
+            self._control.agree(Request("device broadcast", f"root={root}, {_kind(values)}", name), problem=problem)
+            link.broadcast(_bytes(values), root)
+
+    def allgather(self, tensor: Any, *, name: str = "") -> torch.Tensor:
+        """Concatenates contiguous tensors along the first dimension, by rank; it may differ, a scalar is one row."""
+        rows = as_tensor(tensor).detach()
+        rows = rows if rows.ndim else rows.reshape(1)
+        link = self._link(rows)
+        with self._control.exclusive():
+            request = _rows_request("device allgather", rows, name)
+            lengths = self._control.agree(request, value=len(rows), problem=_problem(rows))
+            received = rows.new_empty((sum(lengths), *rows.shape[1:]))
+            row_bytes = _row_bytes(rows)
+            link.allgatherv(_bytes(rows), _bytes(received), [length * row_bytes for length in lengths])
+        return received
+
+    def reducescatter(self, tensor: Any, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> torch.Tensor:
+        """Reduces a contiguous ``tensor`` and returns this rank's rows of the result, as by ``shard_range``."""
+        rows = as_tensor(tensor).detach()
+        link = self._link(rows)
+        problem = _problem(rows, op)
+        if rows.ndim == 0:
+            problem = ConfigError("reducescatter: a scalar has no rows to scatter; give it at least one dimension.")
+        request = Request("device reducescatter", f"op={op.title}, {_kind(rows)}", name)
+        with self._control.exclusive():
+            self._control.agree(request, problem=problem)
+            size, rank = self._control.size, self._control.rank
+            shares = [shard_range(len(rows), other, size) for other in range(size)]
+            counts = [end - start for start, end in shares]
+            parts = _alltoallv(link, rows, counts, [counts[rank]] * size).view(size, counts[rank], *rows.shape[1:])
+        return _reduce_parts(parts, op)
+
+    def alltoall(
+        self, tensor: Any, splits: Sequence[int] | None = None, *, name: str = ""
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Sends rows to every rank (``None``: equally many); returns those received by sender, and their numbers."""
+        rows = as_tensor(tensor).detach()
+        link = self._link(rows)
+        with self._control.exclusive():
+            size = self._control.size
+            counts, problem = row_counts(rows.shape, splits, size)
+            self._control.agree(_rows_request("device alltoall", rows, name), problem=problem or _problem(rows))
+            eights = [counts.itemsize] * size
+            received = self._control.alltoallv_bytes(counts.view(np.uint8), eights, eights).view(np.int64).tolist()
+            return _alltoallv(link, rows, counts.tolist(), received), received
+
+    def close(self) -> None:
+        """Closes the connections; all members must call it."""
+        while self._links:
+            self._links.popitem()[1].close()
+
+    def _link(self, array: Any) -> DeviceLink:
+        device = device_of(array)
+        if device not in self._links:
+            self._links[device] = self._connect(device)
+        return self._links[device]
+
+
+def as_tensor(array: Any) -> torch.Tensor:
+    """Returns a tensor of torch that shares the memory of ``array``, which has DLPack's protocol."""
+    try:
+        import torch
+    except ImportError as error:
+        raise EngineUnavailable(
+            "collectives on device tensors need PyTorch, whose tensors their results are: pip install torch, or "
+            "call the communicator's own, which pass host memory."
+        ) from error
+    if isinstance(array, torch.Tensor):
+        return array
+    try:
+        tensor = torch.from_dlpack(array)
+    except RuntimeError:  # TensorFlow's takes no stream: it waits until the values have arrived
+        tensor = torch.from_dlpack(array.__dlpack__())
+    if not (tensor.is_cuda and tensor.is_contiguous() and tensor.numel()):
+        return tensor
+    # TensorFlow numbers the GPUs that it sees; torch finds out by the address.
+    interface = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2}
+    memory = SimpleNamespace(owner=tensor, __cuda_array_interface__=interface)
+    return torch.as_tensor(memory).view(tensor.dtype).view(tensor.shape)
+
+
+def _unwritable(array: Any, tensor: torch.Tensor) -> ConfigError | None:
+    if tensor is array:
+        return None
+    return ConfigError(
+        f"{type(array).__name__}: only torch's tensors can be overwritten in place; copy it with "
+        "torch.from_dlpack(array).clone() first."
+    )
+
+
+def _problem(tensor: torch.Tensor, op: Reduction | None = None) -> ConfigError | None:
+    if not tensor.is_contiguous():
+        return ConfigError("a tensor that is not contiguous was given: call contiguous() first.")
+    try:
+        dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    except TypeError:
+        return ConfigError(f"{tensor.dtype} cannot be communicated.")
+    return dtype_problem(dtype, op)
+
+
+def _alltoallv(link: DeviceLink, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+    """Sends ``send[i]`` rows to rank ``i``, and concatenates ``receive[i]`` rows from each."""
+    row_bytes = _row_bytes(rows)
+    received = rows.new_empty((sum(receive), *rows.shape[1:]))
+    counts = ([count * row_bytes for count in counts] for counts in (send, receive))
+    link.alltoallv(_bytes(rows[: sum(send)]), _bytes(received), *counts)
+    return received
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return int(rows.element_size() * math.prod(rows.shape[1:]))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _reduce_parts(parts: torch.Tensor, op: Reduction) -> torch.Tensor:
+    import torch
+
+    if parts.dtype == torch.bool:
+        op = working_op(np.dtype(np.bool_), op)
+        return parts.any(0) if op is Reduction.MAX else parts.all(0)
+    if op in (Reduction.MIN, Reduction.MAX):
+        return parts.amin(0) if op is Reduction.MIN else parts.amax(0)
+    if op is Reduction.PRODUCT:
+        return parts.prod(0, dtype=parts.dtype)
+    total = parts.sum(0, dtype=parts.dtype)
+    if op is Reduction.AVERAGE:
+        total.div_(len(parts), rounding_mode=None if total.is_floating_point() else "trunc")
+    return total
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"dtype={tensor.dtype}, shape={tuple(tensor.shape)}"
+
+
+def _rows_request(collective: str, rows: torch.Tensor, name: str) -> Request:
+    return Request(collective, f"dtype={rows.dtype}, shape=(any, {list(rows.shape[1:])})", name)

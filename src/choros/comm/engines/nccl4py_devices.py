@@ -11,8 +11,7 @@ from cuda.core import Device as Gpu
 from nccl import core
 
 from choros.comm.communicator import Communicator
-from choros.comm.devices import Device, DeviceLink
-from choros.comm.engines.device_collectives import agree_to_connect
+from choros.comm.devices import Device, DeviceLink, agree_to_connect
 from choros.comm.engines.nccl import connection_error, exchange_id, share_cards
 from choros.comm.reduction import Reduction
 from choros.errors import ChorosError, EngineError, EngineUnavailable
