@@ -4,8 +4,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,17 +15,14 @@ import click
 from choros import durations
 from choros.errors import ChorosError, LaunchError
 from choros.frameworks import installed, runs_here
-from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.launcher import dry_run_command, launch
 from choros.launch.driver.machine import count_accelerators, detect_mpirun, full_name, own_names, run_script, version_of
-from choros.launch.driver.outcome import outcome_of
 from choros.launch.driver.output import output_of, use_colour, write_all
 from choros.launch.options import OF_HOROVODRUN, PARAMETERS, GroupedCommand
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.command import dry_run_text
 from choros.launch.plan.environment import in_slurm, parse_variables
 from choros.launch.plan.horovod_flags import check, read_config_file, unused, variables, with_config
-from choros.launch.plan.job import Job
 from choros.launch.plan.mpi_implementations import Mpirun
 from choros.launch.processes.control import STACKS_OF, answer_of
 from choros.launch.protocol.wrapper_options import JOB
@@ -79,7 +76,31 @@ def _launch(command: tuple[str, ...], arguments: Arguments) -> int:
         if problem is not None:
             click.echo(f"chorosrun: {problem}", err=True)
             return 127
-    return _run(job, mpirun, arguments)
+    with _writing(arguments) as write:
+        colour = use_colour(os.environ, os.isatty(1) and os.isatty(2))
+        output = output_of(job, arguments, os.environ, partial(write, 1), partial(write, 2), colour=colour)
+        _, outcome = launch(job, mpirun, os.environ, output, arguments, shows_outcome=True)
+    return outcome.exit_code
+
+
+@contextmanager
+def _writing(arguments: Arguments) -> Iterator[Callable[[int, bytes], None]]:
+    """A context with what writes to the descriptors 1 and 2: beside the live view, if that is wanted and there can be
+    one.
+    """
+    if not arguments.view:
+        yield write_all
+        return
+    from choros.launch.driver.live_view import LiveView, view_problem  # takes 5 ms
+
+    problem = view_problem(os.environ)
+    if problem is None:
+        with closing(LiveView()) as view:
+            yield view.write
+        return
+    if problem:
+        click.echo(f"chorosrun: {problem}; output is shown as lines.", err=True)
+    yield write_all
 
 
 def _launch_in(cluster: ClusterHost, command: tuple[str, ...], arguments: Arguments) -> int:
@@ -159,37 +180,6 @@ def version_text(mpirun: Mpirun | str) -> str:
             f"Python {python}",
         ]
     )
-
-
-def _run(job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
-    if not arguments.view:
-        return _run_writing(write_all, job, mpirun, arguments)
-    from choros.launch.driver.live_view import LiveView, view_problem  # takes 5 ms
-
-    problem = view_problem(os.environ)
-    if problem is not None:
-        if problem:
-            click.echo(f"chorosrun: {problem}; output is shown as lines.", err=True)
-        return _run_writing(write_all, job, mpirun, arguments)
-    with closing(LiveView()) as view:
-        return _run_writing(view.write, job, mpirun, arguments)
-
-
-def _run_writing(write: Callable[[int, bytes], None], job: Job, mpirun: Mpirun, arguments: Arguments) -> int:
-    """Runs the job, and writes to the descriptors 1 and 2 by ``write``."""
-    colour = use_colour(os.environ, os.isatty(1) and os.isatty(2))
-    output = output_of(job, arguments, os.environ, partial(write, 1), partial(write, 2), colour=colour)
-    limits = arguments.limits(os.environ)
-    record = JobRecord(job.command, job.size, job.environment)
-    metrics, verbose = arguments.metrics_port, arguments.verbose
-    job_end = launch(job, mpirun, os.environ, output, limits, record, metrics=metrics, verbose=verbose)
-    outcome = outcome_of(job_end, limits)
-    for line in outcome.lines:
-        output.show(line)
-    record.end(outcome.exit_code)
-    if arguments.report is not None:
-        record.write(Path(arguments.report), output.show)
-    return outcome.exit_code
 
 
 def main(arguments: Sequence[str] | None = None, *, abbreviations: bool = False) -> NoReturn:

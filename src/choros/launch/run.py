@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from types import CodeType
 from typing import Any, TextIO, TypeVar
 
@@ -24,14 +23,12 @@ from choros.errors import ConfigError, JobTimeout, LaunchError, WorkerFailed
 from choros.frameworks import installed
 from choros.launch.bootstrap import ADVICE, UNPICKLABLE
 from choros.launch.driver.job_end import JobEnd, Reason
-from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.launcher import launch
 from choros.launch.driver.machine import count_accelerators, detect_mpirun, own_names, run_script
-from choros.launch.driver.outcome import outcome_of
+from choros.launch.driver.outcome import Outcome
 from choros.launch.driver.output import output_of
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.horovod_flags import check, unused, variables
-from choros.launch.plan.job import Limits
 from choros.launch.progress import shown_progress
 from choros.launch.protocol.wrapper_options import WrapperOptions
 
@@ -124,19 +121,13 @@ def run_call(
     """Runs ``call`` on every rank of a new job, after showing ``sentences``; see ``run``."""
     command, options = (executable or sys.executable, *_BOOTSTRAP), WrapperOptions(stdin=True, result=True)
     job = arguments.job(command, os.environ, own_names, count_accelerators, options, discover=run_script)
-    limits, payload, mpirun = arguments.limits(os.environ), pack(call), detect_mpirun(arguments.mpirun)
+    payload, mpirun = pack(call), detect_mpirun(arguments.mpirun)
     output = output_of(job, arguments, os.environ, _writer(sys.stdout), _writer(sys.stderr), colour=False)
     for sentence in sentences:
         output.show(sentence)
-    record = JobRecord(job.command, job.size, job.environment)
-    metrics, verbose = arguments.metrics_port, arguments.verbose
-    start = partial(launch, job, mpirun, os.environ, output, limits, record)
     with shown_progress():
-        job_end = start(metrics=metrics, payload=payload, verbose=verbose)
-    record.end(outcome_of(job_end, limits).exit_code)
-    if arguments.report is not None:
-        record.write(Path(arguments.report), output.show)
-    _raise_failure(job_end, limits)
+        job_end, outcome = launch(job, mpirun, os.environ, output, arguments, payload=payload)
+    _raise_failure(job_end, outcome, arguments.timeout)
     if job.elastic is None:
         return [_result(job_end, rank) for rank in range(job.size)]
     finished = [rank for rank, end in sorted(job_end.exits.items()) if end.code == 0]
@@ -254,8 +245,7 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
     )
 
 
-def _raise_failure(job_end: JobEnd, limits: Limits) -> None:
-    outcome = outcome_of(job_end, limits)
+def _raise_failure(job_end: JobEnd, outcome: Outcome, timeout: float | None) -> None:
     if outcome.exit_code == 0:
         return
     if job_end.reason is Reason.INTERRUPT:
@@ -265,7 +255,7 @@ def _raise_failure(job_end: JobEnd, limits: Limits) -> None:
     message = "\n".join(outcome.lines).removeprefix("chorosrun: ")
     if job_end.reason is Reason.TIMEOUT:
         waits = "".join(f" {line[:1].upper()}{line[1:]}." for line in job_end.waits)
-        raise JobTimeout(f"the job ran longer than timeout={limits.run:g} s and was stopped.{waits}")
+        raise JobTimeout(f"the job ran longer than timeout={timeout:g} s and was stopped.{waits}")
     if outcome.failure is None:
         raise LaunchError(message)
     end = outcome.failure

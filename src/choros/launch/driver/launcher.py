@@ -13,9 +13,11 @@ from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.job_end import JobEnd
 from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.metrics import served
+from choros.launch.driver.outcome import Outcome, outcome_of
 from choros.launch.driver.output import Output, shown_if_slow
 from choros.launch.driver.restarts import HostWatch, launch_again
 from choros.launch.driver.supervisor import Supervisor
+from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.command import Command, plan, rank_lines
 from choros.launch.plan.cores import usable_cores
 from choros.launch.plan.environment import in_allocation, in_slurm
@@ -44,25 +46,35 @@ def launch(
     mpirun: Mpirun,
     environ: Mapping[str, str],
     output: Output,
-    limits: Limits,
-    record: JobRecord,
+    arguments: Arguments,
     *,
-    metrics: str | None = None,
     payload: bytes | None = None,
-    verbose: bool = False,
-) -> JobEnd:
-    """Runs ``job`` to its end; an elastic one again, as long as that can be. It closes ``output``."""
+    shows_outcome: bool = False,
+) -> tuple[JobEnd, Outcome]:
+    """Runs ``job`` to its end, an elastic one again, as long as that can be, and writes the report that the
+    ``arguments`` want. It closes ``output``, which then shows the outcome's messages, if it ``shows_outcome``.
+    """
+    limits, verbose = arguments.limits(environ), arguments.verbose
+    record = JobRecord(job.command, job.size, job.environment)
     once = partial(
         _launch_once, mpirun=mpirun, environ=environ, output=output, record=record, payload=payload, verbose=verbose
     )
     output.listen(record.show, record.print)
     try:
-        with served(record, metrics, output.show):
+        with served(record, arguments.metrics_port, output.show):
             if job.elastic is None:
-                return once(job, limits)
-            return launch_again(job, job.elastic, environ, limits, once, output.show)
+                job_end = once(job, limits)
+            else:
+                job_end = launch_again(job, job.elastic, environ, limits, once, output.show)
     finally:
         output.close()
+    outcome = outcome_of(job_end, limits)
+    for line in outcome.lines if shows_outcome else ():
+        output.show(line)
+    record.end(outcome.exit_code)
+    if arguments.report is not None:
+        record.write(Path(arguments.report), output.show)
+    return job_end, outcome
 
 
 def _launch_once(
