@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+#: What the seconds of steps are spent on; ``computing`` is what is left.
+PARTS = ("computing", "loading", "waiting", "exchanging", "committing", "recovering")
 #: The number of places in a histogram of steps.
 BUCKETS = 64
 _FEWEST_STEPS = 20

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median_low
 
-from choros.observe.stragglers import RankProgress, Stragglers
+from choros.observe.stragglers import PARTS, RankProgress, Stragglers
 
 #: A verdict needs as many steps, and seconds in them.
 FEWEST_STEPS, FEWEST_SECONDS = 20, 10.0
@@ -30,28 +30,6 @@ _FEWEST_SMALLER = 16
 LARGER = 4
 #: A rank that spends this share of the longest time on it is named, too: it may load while it waits for others.
 _ALSO = 0.25
-
-
-@dataclass(frozen=True)
-class _MeanStep:
-    """The mean step of a rank, in seconds: ``own`` is its time before all meet, without ``waiting``."""
-
-    rank: int
-    computing: float
-    loading: float
-    committing: float
-    exchanging: float
-    recovering: float
-    waiting: float
-
-    @classmethod
-    def of(cls, done: RankProgress) -> _MeanStep:
-        seconds = (done.computing, done.loading, done.committing, done.exchanging, done.recovering, done.waiting)
-        return cls(done.rank, *(each / done.steps for each in seconds))
-
-    @property
-    def own(self) -> float:
-        return self.computing + self.loading + self.committing
 
 
 @dataclass(frozen=True)
@@ -119,38 +97,46 @@ def verdict_of(progress: Sequence[RankProgress]) -> Verdict | None:
     members = [each for each in progress if 2 * each.steps > most]  # not those that were lost, or came late
     if most < FEWEST_STEPS or fmean(each.seconds for each in members) < FEWEST_SECONDS:
         return None
-    steps = [_MeanStep.of(each) for each in members]
     step = fmean(each.seconds / each.steps for each in members)
-    names = ("computing", "loading", "waiting", "exchanging", "committing", "recovering")
-    shares = {name: fmean(getattr(each, name) for each in steps) / step for name in names}
+    shares = {name: fmean(_mean(each, name) for each in members) / step for name in PARTS}
     examples = sum(each.examples / each.seconds for each in members)
     if all(each.examples == each.steps for each in members):  # a loop in which the number of rows is not known
         examples = 0.0
-    candidates = [*_parts(steps, step), *_small_batches(members, step)]
+    candidates = [*_parts(members, step), *_small_batches(members, step)]
     found = max((each for each in candidates if each.gain >= _LEAST_GAIN), key=lambda each: each.gain, default=None)
     return Verdict(len(progress), most, step, examples, shares, found)
 
 
-def _parts(steps: Sequence[_MeanStep], step: float) -> list[Bottleneck]:
+def _mean(done: RankProgress, part: str) -> float:
+    """The seconds of a rank's mean step that are spent on ``part``."""
+    return float(getattr(done, part)) / done.steps
+
+
+def _own(done: RankProgress) -> float:
+    """Those before all meet, without waiting."""
+    return _mean(done, "computing") + _mean(done, "loading") + _mean(done, "committing")
+
+
+def _parts(members: Sequence[RankProgress], step: float) -> list[Bottleneck]:
     """What steps would gain without each of their parts, or if ranks that compute longer than others took as long. What
     varies from step to step varies in proportion to what is left.
     """
-    usual = median_low(each.computing for each in steps)
-    exchange = fmean(each.exchanging for each in steps)
-    longest_own = max(each.own for each in steps)
+    usual = median_low(_mean(each, "computing") for each in members)
+    exchange = fmean(_mean(each, "exchanging") for each in members)
+    longest_own = max(map(_own, members))
     varies = max(1.0, step / (longest_own + exchange))
-    parts: Mapping[str, Callable[[_MeanStep], float]] = {
-        "input": lambda each: each.loading,
-        "compute": lambda each: max(0.0, each.computing - usual),
-        "commits": lambda each: each.committing,
+    parts: Mapping[str, Callable[[RankProgress], float]] = {
+        "input": lambda each: _mean(each, "loading"),
+        "compute": lambda each: max(0.0, _mean(each, "computing") - usual),
+        "commits": lambda each: _mean(each, "committing"),
     }
     candidates = []
     for cause, part in parts.items():
-        without = (max(each.own - part(each) for each in steps) + exchange) * varies
+        without = (max(_own(each) - part(each) for each in members) + exchange) * varies
         without = max(without, _LEAST_LEFT * step)
-        longest = max(part(each) for each in steps)
-        ranks = tuple(each.rank for each in steps if part(each) >= _ALSO * longest)
-        everywhere = len(ranks) == len(steps)
+        longest = max(map(part, members))
+        ranks = tuple(each.rank for each in members if part(each) >= _ALSO * longest)
+        everywhere = len(ranks) == len(members)
         candidates.append(Bottleneck(cause, () if everywhere else ranks, longest / step, step / without))
     without = max(longest_own * varies, _LEAST_LEFT * step)
     candidates.append(Bottleneck("exchange", (), exchange / step, step / without))

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from choros.errors import ConfigError
+from choros.observe.stragglers import PARTS
 
 #: The formats of records that can be read.
 _FORMAT = 1
 #: What the seconds of a step are spent on, after ``computing``, which is what is left.
-SPENT = ("loading", "waiting", "exchanging", "committing", "recovering")
+SPENT = PARTS[1:]
 _SERIES = ("steps", "examples", "seconds", "memory", *SPENT)
 
 

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from choros.errors import ConfigError
 from choros.launch.driver.job_record import JobRecord
-from choros.observe.stragglers import BUCKETS, limit_of
+from choros.observe.stragglers import BUCKETS, PARTS, limit_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 _ADDRESS = re.compile(r"(?:(?P<host>.+):)?(?P<port>\d{1,5})")
 _LOOPBACK = "127.0.0.1"
-_PARTS = ("computing", "loading", "waiting", "exchanging", "committing", "recovering")
 
 
 class _Listens(NamedTuple):
@@ -90,7 +89,7 @@ class _Collector:
         memory = GaugeMetricFamily("choros_memory_bytes", "Resident memory.", labels=["rank", "host"])
         steps = HistogramMetricFamily("choros_step_seconds", "Seconds of a step.", labels=["rank", "host"])
         for number, rank in ranks:
-            for part in _PARTS:
+            for part in PARTS:
                 seconds.add_metric([number, rank.host, part], getattr(rank.last, part))
             memory.add_metric([number, rank.host], rank.last.memory)
             buckets, total = [], 0
