@@ -67,8 +67,10 @@ class Goodput:
         rest = 1 - (self.steps + self.start + self.pauses + self.commits + self.recovery)
         parts = {"start": self.start, "between epochs": self.pauses, "commits": self.commits}
         parts |= {"recovery from lost ranks": self.recovery, "the rest": rest}
-        said = [f"{name} {_percent(share)}" for name, share in parts.items() if share >= 0.005]
-        return f"goodput {_percent(self.steps)} of {self.seconds:.0f} s" + (f": {', '.join(said)}." if said else ".")
+        said = [f"{name} {percent_text(share)}" for name, share in parts.items() if share >= 0.005]
+        return f"goodput {percent_text(self.steps)} of {self.seconds:.0f} s" + (
+            f": {', '.join(said)}." if said else "."
+        )
 
 
 @dataclass(frozen=True)
@@ -180,10 +182,12 @@ def verdict_text(verdict: Verdict, name: Callable[[Sequence[int]], str]) -> list
     input-bound on rank 1: it loads data for 50 % of each step. Loaded in advance, steps would be 2.0 times as fast.
     """
     said = {"loading": "loading data", "waiting": "waiting for other ranks", "exchanging": "exchanging gradients"}
-    parts = [f"{said.get(each, each)} {_percent(share)}" for each, share in verdict.shares.items() if share >= 0.005]
-    rates = f"{_number(1 / verdict.step)} steps/s"
+    parts = [
+        f"{said.get(each, each)} {percent_text(share)}" for each, share in verdict.shares.items() if share >= 0.005
+    ]
+    rates = f"{number_text(1 / verdict.step)} steps/s"
     if verdict.examples_per_second:
-        rates += f", {_number(verdict.examples_per_second)} examples/s"
+        rates += f", {number_text(verdict.examples_per_second)} examples/s"
     lines = [f"{verdict.steps:,} steps, {rates}; a step: {', '.join(parts)}."]
     found = verdict.bottleneck
     if found is None:
@@ -192,7 +196,7 @@ def verdict_text(verdict: Verdict, name: Callable[[Sequence[int]], str]) -> list
     where = f" on {name(found.ranks)}" if found.ranks else ""
     who = ("it" if len(found.ranks) == 1 else "they") if found.ranks else "ranks"
     s = "s" if who == "it" else ""
-    share, gain = _percent(found.share), f"steps would be {found.gain:.1f} times as fast"
+    share, gain = percent_text(found.share), f"steps would be {found.gain:.1f} times as fast"
     lines.append(
         {
             "input": f"input-bound{where}: {who} load{s} data for {share} of each step. Loaded in advance, {gain}.",
@@ -208,9 +212,19 @@ def verdict_text(verdict: Verdict, name: Callable[[Sequence[int]], str]) -> list
     return lines
 
 
-def _percent(share: float) -> str:
+def percent_text(share: float) -> str:
+    """A share of 1 in percent.
+
+    >>> percent_text(0.456)
+    '46 %'
+    """
     return f"{share:.0%}".replace("%", " %")
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def number_text(value: float) -> str:
+    """A number with three digits or more.
+
+    >>> number_text(1234.5), number_text(0.0425), number_text(12)
+    ('1,234', '0.0425', '12')
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
+from choros.observe.verdict import number_text
+
 #: A point of a line: seconds, and a number; ``None`` ends a part of the line.
 Point = tuple[float, float] | None
 Text = Callable[[float], str]
@@ -120,24 +122,6 @@ def bytes_text(number: float) -> str:
     ('0', '500 MB', '2.5 GB')
     """
     return _with_unit(number, ((1e12, 1e12, "TB"), (1e9, 1e9, "GB"), (1e6, 1e6, "MB"), (1e3, 1e3, "kB"), (0, 1, "B")))
-
-
-def number_text(value: float) -> str:
-    """A number with three digits or more.
-
-    >>> number_text(1234.5), number_text(0.0425), number_text(12)
-    ('1,234', '0.0425', '12')
-    """
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def percent_text(share: float) -> str:
-    """A share of 1 in percent.
-
-    >>> percent_text(0.456)
-    '46 %'
-    """
-    return f"{share:.0%}".replace("%", " %")
 
 
 def _with_unit(value: float, units: Sequence[tuple[float, float, str]]) -> str:

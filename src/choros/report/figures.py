@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from choros.observe.verdict import percent_text
 from choros.report import drawing
-from choros.report.drawing import COLOURS, Point, bytes_text, percent_text, seconds_text
+from choros.report.drawing import COLOURS, Point, bytes_text, seconds_text
 from choros.report.record import Rank, WrittenRecord
 
 #: With more ranks, those are drawn for which the others waited most.

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from choros.report.drawing import bytes_text, number_text, percent_text, seconds_text
+from choros.observe.verdict import number_text, percent_text
+from choros.report.drawing import bytes_text, seconds_text
 from choros.report.figures import PARTS
 from choros.report.record import WrittenRecord
 
