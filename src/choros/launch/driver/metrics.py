@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
 from choros.errors import ConfigError
 from choros.launch.driver.job_record import JobRecord
@@ -18,24 +18,19 @@ _ADDRESS = re.compile(r"(?:(?P<host>.+):)?(?P<port>\d{1,5})")
 _LOOPBACK = "127.0.0.1"
 
 
-class _Listens(NamedTuple):
-    host: str
-    port: int
+def _parsed(text: str) -> tuple[str, int]:
+    """The address and the port in ``text``.
 
-    @classmethod
-    def parse(cls, text: str) -> _Listens:
-        """The address in ``text``.
-
-        >>> _Listens.parse("9100"), _Listens.parse("0.0.0.0:9100").host
-        (_Listens(host='127.0.0.1', port=9100), '0.0.0.0')
-        """
-        match = _ADDRESS.fullmatch(text)
-        if match is None or int(match["port"]) > 65535:
-            raise ConfigError(
-                f"--metrics-port {text}: expected a port, such as 9100, which only this machine can reach, or an "
-                "address and a port, such as 0.0.0.0:9100."
-            )
-        return cls((match["host"] or _LOOPBACK).strip("[]"), int(match["port"]))
+    >>> _parsed("9100"), _parsed("0.0.0.0:9100")
+    (('127.0.0.1', 9100), ('0.0.0.0', 9100))
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise ConfigError(
+            f"--metrics-port {text}: expected a port, such as 9100, which only this machine can reach, or an address "
+            "and a port, such as 0.0.0.0:9100."
+        )
+    return (match["host"] or _LOOPBACK).strip("[]"), int(match["port"])
 
 
 @contextmanager
@@ -44,7 +39,7 @@ def served(record: JobRecord, text: str | None, show: Callable[[str], None]) -> 
     if text is None:
         yield
         return
-    listens = _Listens.parse(text)
+    host, port = _parsed(text)
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as error:
@@ -52,11 +47,11 @@ def served(record: JobRecord, text: str | None, show: Callable[[str], None]) -> 
     registry = CollectorRegistry()
     registry.register(_Collector(record))
     try:
-        server, thread = start_http_server(listens.port, listens.host, registry)
+        server, thread = start_http_server(port, host, registry)
     except OSError as error:
-        raise ConfigError(f"--metrics-port {text}: {listens.host}:{listens.port} cannot be opened: {error}.") from error
-    host = f"[{listens.host}]" if ":" in listens.host else listens.host
-    show(f"chorosrun: metrics at http://{host}:{server.server_port}/metrics")
+        raise ConfigError(f"--metrics-port {text}: {host}:{port} cannot be opened: {error}.") from error
+    shown = f"[{host}]" if ":" in host else host
+    show(f"chorosrun: metrics at http://{shown}:{server.server_port}/metrics")
     try:
         yield
     finally:
