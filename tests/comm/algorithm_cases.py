@@ -185,9 +185,9 @@ def case_autotune_chooses_the_same_on_every_rank() -> None:
     communicator = of_all_ranks()
     assert isinstance(communicator, MpiCommunicator)
     tuning, measurements = autotune(communicator, communicator.tuning, communicator.tune, megabytes=1)
-    assert {each.tuning.chunk_bytes for each in measurements} > {tuning.chunk_bytes}
+    assert {each.chunk_bytes for each, _, _ in measurements} > {tuning.chunk_bytes}
     kept, measurements = autotune(communicator, tuning, communicator.tune, megabytes=1, keep_chunks=True)
-    assert {each.tuning.chunk_bytes for each in measurements} == {kept.chunk_bytes}
+    assert {each.chunk_bytes for each, _, _ in measurements} == {kept.chunk_bytes}
     chosen = [tuning.chunk_bytes, tuning.window_bytes, tuning.block_bytes]
     np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), Reduction.MAX), chosen)
     np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), Reduction.MIN), chosen)

@@ -52,13 +52,8 @@ class Tuning:
         return f"{by}, in chunks of {self.chunk_bytes >> 10} KiB, {self.block_bytes >> 10} KiB at once"
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """The best ``seconds`` of this rank for an allreduce of ``array_bytes`` with the sizes in ``tuning``."""
-
-    tuning: Tuning
-    array_bytes: int
-    seconds: float
+#: The best seconds of this rank for an allreduce of so many bytes with these sizes.
+Measurement = tuple[Tuning, int, float]
 
 
 def autotune(
@@ -82,7 +77,7 @@ def write_measurements(path: Path, measurements: Sequence[Measurement], chosen: 
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*(each.name for each in fields(Tuning)), "array_bytes", "seconds"])
-        writer.writerows([*astuple(each.tuning), each.array_bytes, f"{each.seconds:.3e}"] for each in measurements)
+        writer.writerows([*astuple(tuning), size, f"{seconds:.3e}"] for tuning, size, seconds in measurements)
         writer.writerow([*astuple(chosen), "chosen", ""])
 
 
@@ -103,7 +98,7 @@ def _choose(
                 communicator.allreduce(array, Reduction.MAX, out=array)
                 times[row, column] = min(times[row, column], time.perf_counter() - begin)
     measurements += [
-        Measurement(candidate, array.nbytes, float(seconds))
+        (candidate, array.nbytes, float(seconds))
         for candidate, row in zip(candidates, times, strict=True)
         for array, seconds in zip(arrays, row, strict=True)
     ]
