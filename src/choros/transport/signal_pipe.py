@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, final
 
 #: The size of Linux' struct signalfd_siginfo, and where in it the sender's process number is.
@@ -48,18 +48,14 @@ def read_sender(descriptor: int) -> int:
 
 @final
 class SignalPipe:
-    """Catches signals from ``open`` to ``close`` in the main thread; elsewhere it stays empty, as Python catches none.
+    """Catches signals until ``close``, if made in the main thread; elsewhere it stays empty, as Python catches none.
     Handlers are called at once, even while that thread is blocked; ``wake_only`` for signals handled by ``read``.
     """
 
     def __init__(self, handlers: Mapping[signal.Signals, Handler]) -> None:
         self._handlers = handlers
-        self._reader, self._writer = -1, -1
         self._previous: dict[signal.Signals, Any] = {}
         self._previous_writer = -1
-
-    def open(self) -> None:
-        """Starts catching the signals."""
         self._reader, self._writer = os.pipe()
         for descriptor in (self._reader, self._writer):
             os.set_blocking(descriptor, False)
@@ -78,12 +74,9 @@ class SignalPipe:
         os.close(self._writer)
 
     def __enter__(self) -> SignalPipe:
-        self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def fileno(self) -> int:

@@ -132,8 +132,8 @@ class Wrapper:
         else:
             self._loop.on_readable(senders, partial(self._on_sender, senders))
         on_stacks_wanted = lambda *_: self._loop.set_deadline("stacks", 0.0, self._send_stacks)  # noqa: E731
+        # Never closed: a later signal would end the wrapper.
         pipe = SignalPipe({**handlers, signal.SIGCHLD: wake_only, STACKS: on_stacks_wanted})
-        pipe.open()  # never closed: a later signal would end the wrapper
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
         self._loop.on_readable(pipe, partial(self._on_wake_up, pipe))
