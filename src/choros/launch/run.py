@@ -10,8 +10,11 @@ import re
 import signal
 import sys
 import textwrap
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from types import CodeType
@@ -29,8 +32,9 @@ from choros.launch.driver.outcome import Outcome
 from choros.launch.driver.output import output_of
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.horovod_flags import check, unused, variables
-from choros.launch.progress import shown_progress
 from choros.launch.protocol.wrapper_options import WrapperOptions
+from choros.observe import events
+from choros.observe.events import Event, Kind
 
 Returned = TypeVar("Returned")
 
@@ -125,7 +129,7 @@ def run_call(
     output = output_of(job, arguments, os.environ, _writer(sys.stdout), _writer(sys.stderr), colour=False)
     for sentence in sentences:
         output.show(sentence)
-    with shown_progress():
+    with _shown_progress():
         job_end, outcome = launch(job, mpirun, os.environ, output, arguments, payload=payload)
     _raise_failure(job_end, outcome, arguments.timeout)
     if job.elastic is None:
@@ -213,6 +217,44 @@ def _writer(stream: TextIO) -> Callable[[bytes], None]:
         stream.flush()
 
     return write
+
+
+@contextmanager
+def _shown_progress() -> Iterator[None]:
+    """In a notebook, shows above the output how many ranks run, and for how long, while the block runs."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
+        yield
+        return
+
+    running: set[int] = set()
+    began, ended = time.monotonic(), threading.Event()
+
+    def text() -> dict[str, str]:
+        number = f"{len(running)} rank{'s' * (len(running) != 1)}"
+        what = "ended after" if ended.is_set() else f"{number} running:" if running else "starting:"
+        return {"text/plain": f"choros: {what} {time.monotonic() - began:.0f} s"}
+
+    def note(event: Event) -> None:
+        (running.add if event.kind is Kind.RANK_STARTED else running.discard)(event.rank)
+
+    def tick() -> None:
+        while not ended.wait(1):
+            shown.update(text(), raw=True)
+
+    shown, clock = (
+        ipython.display.display(text(), raw=True, display_id=True),
+        threading.Thread(target=tick, daemon=True),
+    )
+    stop_listening = events.listen(note, {Kind.RANK_STARTED, Kind.RANK_ENDED})
+    clock.start()
+    try:
+        yield
+    finally:
+        stop_listening()
+        ended.set()
+        clock.join()
+        shown.update(text(), raw=True)
 
 
 def pack(call: Callable[..., Any]) -> bytes:
