@@ -1,6 +1,8 @@
 """The ``choros doctor`` command, which is ``chorosrun --check-build``, too: it asks one part after the other."""
 
+import json
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -9,11 +11,10 @@ import click
 
 from choros import durations
 from choros.doctor.checks import check_machine
-from choros.doctor.facts import Finding
+from choros.doctor.facts import OK, PROBLEM, WARNING, Finding, MachineFacts
 from choros.doctor.gather import gather, working_directory
 from choros.doctor.hosts import check_others
 from choros.doctor.job import try_job
-from choros.doctor.report import as_json, as_text, runs
 from choros.launch.driver.machine import own_names
 from choros.launch.driver.output import shown_if_slow, use_colour
 from choros.launch.options import PARAMETERS
@@ -39,6 +40,7 @@ Exit codes:
   2         invalid arguments
   130, 143  ended by Ctrl-C, by SIGTERM
 """
+_COLOURS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
 _ARGUMENTS = ("hosts", "hostfile", "ssh_port", "ssh_identity_file", "ssh_command", "mpirun")
 
 
@@ -75,3 +77,45 @@ def examine(arguments: Arguments, *, in_json: bool = False) -> int:
 
 def _progress(what: str) -> AbstractContextManager[None]:
     return shown_if_slow(f"choros doctor: {what} …", durations.DOCTOR_PROGRESS, partial(click.echo, err=True))
+
+
+def runs(findings: Sequence[Finding]) -> bool:
+    """Returns whether a job could run: there may be warnings, but no problem."""
+    return all(finding.level != PROBLEM for finding in findings)
+
+
+def as_text(findings: Sequence[Finding], facts: Mapping[str, MachineFacts]) -> str:
+    """Returns the findings, each machine's below its name, with colours, which ``click.echo`` removes for a pipe."""
+    width = max(len(finding.check) for finding in findings)
+    lines = []
+    for host in dict.fromkeys(finding.host for finding in findings):
+        name = facts[host].name if host in facts else ""
+        lines += [click.style(f"{host} ({name})" if name and name != host else host, bold=True)]
+        for finding in findings:
+            if finding.host == host:
+                level = click.style(f"{finding.level:7}", fg=_COLOURS[finding.level])
+                lines.append(f"  {level}  {finding.check:{width}}  {finding.text}")
+                lines += [f"  {'':7}  {'':{width}}  → {finding.fix}"] if finding.fix else []
+        lines.append("")
+    return "\n".join([*lines, _verdict(findings)])
+
+
+def _verdict(findings: Sequence[Finding]) -> str:
+    """Returns the last line.
+
+    >>> _verdict([Finding("ports", WARNING, "Slow.")])
+    'A job can run here: no problem, 1 warning.'
+    """
+    levels = [finding.level for finding in findings]
+    counts = ", ".join(_count(levels.count(level), level) for level in (PROBLEM, WARNING))
+    return f"A job can{'' if runs(findings) else 'not'} run here: {counts}."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'s' * (number > 1)}"
+
+
+def as_json(findings: Sequence[Finding], facts: Mapping[str, MachineFacts]) -> str:
+    """Returns one JSON object: whether a job could run, all findings, and the facts of each machine by its name."""
+    machines = {host: each.as_json() for host, each in facts.items()}
+    return json.dumps({"runs": runs(findings), "findings": [vars(each) for each in findings], "machines": machines})
