@@ -86,9 +86,7 @@ def test_secrets_differ_from_job_to_job_unless_they_are_given():
     assert environment_of(environment={"CHOROS_SECRET": "cd", "A": "b"})["CHOROS_SECRET"] == "cd"
 
 
-def test_a_job_without_roles_is_unchanged():
-    plain = Job(("x",), 2)
-    assert assign_addresses(plain, {}) is plain
+def test_the_environment_of_a_job_without_roles_is_unchanged():
     environ = {"OMPI_COMM_WORLD_RANK": "1", "TF_CONFIG": "{}"}
     assert task_environment(environ, 1) == environ
     assert (role_in(environ, 1), listening_problem(environ, 1)) == (None, "")

@@ -149,9 +149,6 @@ class Page:
     def _counted(self) -> float:
         return self.committed + self.recovered + self.paused
 
-    def _spent(self) -> tuple[float, ...]:
-        return self.loaded, self.exchanged, self.committed, self.recovered, self.waited
-
     def note_step(self, examples: int = 0) -> None:
         """Notes that all ranks have come to reduce the gradients of a step, this one with so many examples."""
         self.end_pause()
@@ -162,7 +159,7 @@ class Page:
         elif self._step_began:  # before the first step, ranks start, compile and load
             own = left = max(0.0, now - self._step_began - self.paused)
             spent = []
-            for each in self._spent():
+            for each in (self.loaded, self.exchanged, self.committed, self.recovered, self.waited):
                 spent.append(min(max(0.0, each), left))
                 left -= spent[-1]
             *spent, waited = spent

@@ -131,9 +131,8 @@ class Stragglers:
         """Returns a sentence about the whole job; empty if it has no stragglers."""
         if len(self._now) < self.size:
             return ""
-        whole = [self._now[rank] for rank in sorted(self._now)]
-        found = _stragglers(whole)
-        return self._sentence(found, whole) if found and found != self._shown else ""
+        found = _stragglers(self.progress)
+        return self._sentence(found, self.progress) if found and found != self._shown else ""
 
     def _sentence(self, found: Sequence[int], periods: Sequence[RankProgress]) -> str:
         waited = min(_share(each.waiting, each) for each in periods if each.rank not in found)

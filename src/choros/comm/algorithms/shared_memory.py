@@ -75,9 +75,9 @@ def _map(name: str, nbytes: int) -> NDArray[np.uint8]:
         os.close(descriptor)
 
 
-def reserve_segments(maps: Path = Path("/proc/self/maps")) -> None:
+def reserve_segments() -> None:
     """Reserves Open MPI's segments that this process has mapped; an ``OSError`` if there is no room any more."""
     with suppress(FileNotFoundError):  # not on Linux; or a segment that its rank has removed
-        for name in sorted(set(_SEGMENTS.findall(maps.read_text(errors="replace")))):
+        for name in sorted(set(_SEGMENTS.findall(Path("/proc/self/maps").read_text(errors="replace")))):
             with open(name, "rb+") as segment:
                 os.posix_fallocate(segment.fileno(), 0, os.fstat(segment.fileno()).st_size)

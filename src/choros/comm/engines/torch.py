@@ -95,10 +95,6 @@ class TorchCommunicator(Communicator):
         with peers.explaining(*waits):
             self._group = gloo_group(store, rank, self.size, address, seconds, functools.partial(peers.check, *waits))
 
-    def branch(self) -> dist.Store:
-        """A new store for members; all of them must call it."""
-        return self._branch()[0]
-
     def check_peers(self) -> None:
         """Raises a ``PeerLostError`` if a member is lost."""
         self.peers.check(self.launched, self._waits_in)
@@ -160,14 +156,15 @@ class TorchCommunicator(Communicator):
         return received
 
     def _split(self, ranks: Sequence[int]) -> TorchCommunicator | None:
-        store, signatures = self._branch()
+        store, signatures = self.branch()
         if self.rank not in ranks:
             return None
         members = [self.launched[rank] for rank in ranks]
         rank = list(ranks).index(self.rank)
         return TorchCommunicator(store, signatures, rank, members, self.address, self._seconds, self.peers)
 
-    def _branch(self) -> tuple[dist.Store, Signatures]:
+    def branch(self) -> tuple[dist.Store, Signatures]:
+        """A new store for members, and its signatures; all of them must call it."""
         name = f"branch {next(self._branches)}"
         return dist.PrefixStore(name, self._store), self.signatures.branch(name)
 

@@ -48,7 +48,7 @@ class _TorchLink(DeviceLink):
     def __init__(self, control: Communicator, device: Device) -> None:
         seconds = current().start_timeout
         if isinstance(control, TorchCommunicator):
-            store, address, check = control.branch(), control.address, control.check_peers
+            (store, _), address, check = control.branch(), control.address, control.check_peers
         else:
             store, _, address = store_over(control, seconds)
             check = functools.partial(peers_of(store).check, range(control.size), lambda: "a collective on devices")

@@ -18,8 +18,6 @@ from choros.settings import VARIABLES
 
 def assign_addresses(job: Job, environ: Mapping[str, str]) -> Job:
     """Returns the job with its addresses and secret (by default new) in its environment; fails under a scheduler."""
-    if not job.roles:
-        return job
     if not job.hosts and in_allocation(environ):
         raise ConfigError(
             "--ps needs the names of the hosts, and in a scheduler's allocation mpirun chooses them: name them with "

@@ -122,8 +122,8 @@ class WaitWatch:
     def note_progress(self, frame: RankProgress) -> None:
         """Records what a rank has done."""
         self._progress[frame.rank] = frame
-        if frame.rank not in self.job_end.exits:
-            self._show_stragglers(self._stragglers.note(frame))
+        if frame.rank not in self.job_end.exits and (sentence := self._stragglers.note(frame)):
+            self.output.show(f"chorosrun: {sentence}.")
 
     def replaced(self, rank: int) -> None:
         """Forgets what is known of a rank whose place another one has taken."""
@@ -140,10 +140,6 @@ class WaitWatch:
         if self.job_end.reason is None:
             for line in last_lines(self._stragglers, self._began, time.time(), verdict=self.limits.verdict):
                 self.output.show(f"chorosrun: {line}")
-
-    def _show_stragglers(self, sentence: str) -> None:
-        if sentence:
-            self.output.show(f"chorosrun: {sentence}.")
 
     def _check_stuck(self, stuck: str) -> None:
         if stuck and self.job_end.reason is None:

@@ -15,7 +15,7 @@ Who connects gets the text, and can send nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,12 +69,10 @@ def send_text(client: socket.socket, text: str) -> None:
         client.sendall(text.encode("utf-8", "surrogateescape"))
 
 
-def running_jobs(what: str, roots: Iterable[Path] = ()) -> dict[int, Path]:
-    """Returns the sockets of this user's jobs here that send ``what``, by chorosrun's PID; ``roots``: temporary files
-    by default.
-    """
+def running_jobs(what: str) -> dict[int, Path]:
+    """Returns the sockets of this user's jobs here that send ``what``, by chorosrun's PID."""
     found = {}
-    for session in [path for root in roots or (temporary(),) for path in root.glob(f"{SESSION}*")]:
+    for session in temporary().glob(f"{SESSION}*"):
         with suppress(OSError):  # its job has ended, perhaps just now
             for path in session.glob(f"{what}.*"):
                 number = path.name.removeprefix(f"{what}.")
