@@ -68,7 +68,7 @@ def examine(arguments: Arguments, *, in_json: bool = False) -> int:
             others, there = check_others(job, here)
         facts |= there
     with _progress("a job that averages an array"):
-        tried = try_job(arguments, job.hosts if runs(others) else [Host("localhost")], os.environ)
+        tried = try_job(arguments, job.hosts if runs(others) else [Host("localhost")])
     findings = [*check_machine(here), tried, *others]
     text = (as_json if in_json else as_text)(findings, facts)
     click.echo(text, color=use_colour(os.environ, os.isatty(1)))

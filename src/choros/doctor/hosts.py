@@ -32,7 +32,7 @@ class Session:
         self.name = name
         self.facts = MachineFacts()
         self.clock = 0.0
-        self._argv = [*login(ssh, durations.DOCTOR_LOGIN), name, _command(os.environ, mpirun)]
+        self._argv = [*login(ssh, durations.DOCTOR_LOGIN), name, _command(mpirun)]
         self._process: Any = None
 
     def __enter__(self) -> "Session":
@@ -111,10 +111,10 @@ def _reach(sessions: Mapping[str, Session], targets: Sequence[Target]) -> list[F
     return findings
 
 
-def _command(environ: Mapping[str, str], mpirun: str) -> str:
+def _command(mpirun: str) -> str:
     """Returns the shell's command for a host: this Python in this directory, as a rank would run."""
     directory = working_directory()
-    given = [f"{name}={environ[name]}" for name in _INHERITED if environ.get(name)]
+    given = [f"{name}={os.environ[name]}" for name in _INHERITED if os.environ.get(name)]
     mpirun = "" if os.path.dirname(mpirun) == os.path.dirname(sys.executable) else mpirun
     argv = ["env", *given, sys.executable, "-P", "-m", "choros.doctor.host", directory, mpirun]
     return f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.join(argv)}"

@@ -1,9 +1,10 @@
 """The job that the doctor tries: two ranks on this machine, or one on each host."""
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import shorten
 
@@ -19,7 +20,7 @@ _LEFT_OUT = ("timeline", "autotune_log", "commit_dir", "chaos")
 _SSH = ("ssh_port", "ssh_identity_file", "ssh_command")
 
 
-def try_job(arguments: Arguments, hosts: Sequence[Host], environ: Mapping[str, str]) -> Finding:
+def try_job(arguments: Arguments, hosts: Sequence[Host]) -> Finding:
     """Runs an allreduce on two ranks of this machine, or on one of each of the ``hosts``, and says how it ended."""
     flags, ranks = _flags(arguments, hosts), max(2, len(hosts))
     names = ", ".join(host.name for host in hosts) or "this machine"
@@ -36,7 +37,7 @@ def try_job(arguments: Arguments, hosts: Sequence[Host], environ: Mapping[str, s
             text=True,
             errors="replace",
             timeout=2 * durations.DOCTOR_JOB,
-            env=_environment(environ),
+            env=_environment(),
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -60,7 +61,7 @@ def _flags(arguments: Arguments, hosts: Sequence[Host]) -> list[str]:
     return flags
 
 
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     rows = [VARIABLES[name] for name in _LEFT_OUT]
     left_out = {name for row in rows for name in (row.name, *(alias.name for alias in row.aliases))}
-    return {name: value for name, value in environ.items() if name not in left_out}
+    return {name: value for name, value in os.environ.items() if name not in left_out}

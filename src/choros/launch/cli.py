@@ -60,7 +60,7 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
     if given["dry_run"]:
         mpirun = detect_mpirun(arguments.mpirun)
         job = arguments.job(command, os.environ, own_names, count_accelerators, discover=run_script)
-        click.echo(dry_run_text(job, dry_run_command(job, mpirun, os.environ), os.environ))
+        click.echo(dry_run_text(job, dry_run_command(job, mpirun), os.environ))
         return 0
     if arguments.names_hosts or in_slurm(os.environ) or JOB in os.environ:  # a rank may start a job of its own
         return _launch(command, arguments)
@@ -78,8 +78,8 @@ def _launch(command: tuple[str, ...], arguments: Arguments) -> int:
             return 127
     with _writing(arguments) as write:
         colour = use_colour(os.environ, os.isatty(1) and os.isatty(2))
-        output = output_of(job, arguments, os.environ, partial(write, 1), partial(write, 2), colour=colour)
-        _, outcome = launch(job, mpirun, os.environ, output, arguments, shows_outcome=True)
+        output = output_of(job, arguments, partial(write, 1), partial(write, 2), colour=colour)
+        _, outcome = launch(job, mpirun, output, arguments, shows_outcome=True)
     return outcome.exit_code
 
 
@@ -113,7 +113,7 @@ def _launch_in(cluster: ClusterHost, command: tuple[str, ...], arguments: Argume
     show = partial(click.echo, err=True)
     slots, seconds = slots_of(cluster, arguments, count_accelerators), arguments.start_timeout or durations.AGENTS
     if cluster.index:
-        return serve_host(cluster, slots, seconds, os.environ, show)
+        return serve_host(cluster, slots, seconds, show)
     hub, code = Hub(cluster, slots, os.environ), 128 + signal.SIGTERM
     try:
         hub.wait(arguments.processes, arguments.min_num_proc, seconds, show)

@@ -126,11 +126,11 @@ def run_call(
     command, options = (executable or sys.executable, *_BOOTSTRAP), WrapperOptions(stdin=True, result=True)
     job = arguments.job(command, os.environ, own_names, count_accelerators, options, discover=run_script)
     payload, mpirun = pack(call), detect_mpirun(arguments.mpirun)
-    output = output_of(job, arguments, os.environ, _writer(sys.stdout), _writer(sys.stderr), colour=False)
+    output = output_of(job, arguments, _writer(sys.stdout), _writer(sys.stderr), colour=False)
     for sentence in sentences:
         output.show(sentence)
     with _shown_progress():
-        job_end, outcome = launch(job, mpirun, os.environ, output, arguments, payload=payload)
+        job_end, outcome = launch(job, mpirun, output, arguments, payload=payload)
     _raise_failure(job_end, outcome, arguments.timeout)
     if job.elastic is None:
         return [_result(job_end, rank) for rank in range(job.size)]

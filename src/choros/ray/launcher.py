@@ -57,7 +57,7 @@ class HostAgent:
         """Serves the job until it ends: this is machine ``index`` of it."""
         first, _, port = address.rpartition(":")
         cluster = ClusterHost(_CLUSTER, index, None, first, port=int(port))
-        return serve_host(cluster, slots, durations.AGENTS, os.environ, print)
+        return serve_host(cluster, slots, durations.AGENTS, print)
 
 
 def _set_up(secret: str) -> None:

@@ -85,7 +85,7 @@ def _show(text: str) -> None:
 def _serve(task: HostTask) -> None:
     first = task.machines[0].address
     cluster = ClusterHost(_NAME, task.index, len(task.machines), first, port=task.port)
-    serve_host(cluster, len(task.machines[task.index].tasks), task.job.start, os.environ, _show)
+    serve_host(cluster, len(task.machines[task.index].tasks), task.job.start, _show)
 
 
 def _run(task: HostTask, answer: Callable[[Listening], None], end: Callable[[], NoReturn]) -> Returned:

@@ -43,16 +43,14 @@ _AT_ONCE = 1 << 16
 _WRAPPER = "launch/wrapper/__main__.py"
 
 
-def serve_host(
-    cluster: ClusterHost, slots: int, seconds: float, environ: Mapping[str, str], show: Callable[[str], None]
-) -> int:
+def serve_host(cluster: ClusterHost, slots: int, seconds: float, show: Callable[[str], None]) -> int:
     """Runs the ranks of this host, with ``slots``, for the chorosrun on the first one, which must come within
     ``seconds``; returns the job's exit code. ``PeerLostError``: that chorosrun has gone.
     """
     address = f"{cluster.first}:{cluster.port}"
-    hub = _connected(cluster, address, seconds, environ, show)
+    hub = _connected(cluster, address, seconds, show)
     set_option(CHILD_SUBREAPER, 1)  # mpirun's daemon leaves its parent
-    commands = _Commands(hub, without_launchers(environ))
+    commands = _Commands(hub, without_launchers(os.environ))
     for number in _LEAVES:
         signal.signal(number, lambda *_: commands.leave())
     try:
@@ -72,10 +70,8 @@ def serve_host(
     return message.code
 
 
-def _connected(
-    cluster: ClusterHost, address: str, seconds: float, environ: Mapping[str, str], show: Callable[[str], None]
-) -> Channel:
-    key = job_key(environ, [address])
+def _connected(cluster: ClusterHost, address: str, seconds: float, show: Callable[[str], None]) -> Channel:
+    key = job_key(os.environ, [address])
     deadline, said = time.monotonic() + seconds, False
     while True:
         part = min(durations.AGENTS_SHOWN if said else durations.SLOW_CHECK, max(0.0, deadline - time.monotonic()))

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,17 +34,16 @@ from choros.transport.signal_pipe import caught_signals
 _RANKS_PER_CORE = 4
 
 
-def dry_run_command(job: Job, mpirun: Mpirun, environ: Mapping[str, str]) -> Command:
+def dry_run_command(job: Job, mpirun: Mpirun) -> Command:
     """Returns the command that would run ``job``, with the job name ``dry-run``."""
     session = str(temporary() / f"{SESSION}dry-run")
-    job = _with_addresses(job, environ)
-    return plan(job, mpirun, environ, name="dry-run", session=session, root=os.geteuid() == 0)
+    job = _with_addresses(job)
+    return plan(job, mpirun, os.environ, name="dry-run", session=session, root=os.geteuid() == 0)
 
 
 def launch(
     job: Job,
     mpirun: Mpirun,
-    environ: Mapping[str, str],
     output: Output,
     arguments: Arguments,
     *,
@@ -54,18 +53,16 @@ def launch(
     """Runs ``job`` to its end, an elastic one again, as long as that can be, and writes the report that the
     ``arguments`` want. It closes ``output``, which then shows the outcome's messages, if it ``shows_outcome``.
     """
-    limits, verbose = arguments.limits(environ), arguments.verbose
+    limits, verbose = arguments.limits(os.environ), arguments.verbose
     record = JobRecord(job.command, job.size, job.environment)
-    once = partial(
-        _launch_once, mpirun=mpirun, environ=environ, output=output, record=record, payload=payload, verbose=verbose
-    )
+    once = partial(_launch_once, mpirun=mpirun, output=output, record=record, payload=payload, verbose=verbose)
     output.listen(record.show, record.print)
     try:
         with served(record, arguments.metrics_port, output.show):
             if job.elastic is None:
                 job_end = once(job, limits)
             else:
-                job_end = launch_again(job, job.elastic, environ, limits, once, output.show)
+                job_end = launch_again(job, job.elastic, limits, once, output.show)
     finally:
         output.close()
     outcome = outcome_of(job_end, limits)
@@ -83,20 +80,19 @@ def _launch_once(
     hosts: HostWatch | None = None,
     *,
     mpirun: Mpirun,
-    environ: Mapping[str, str],
     output: Output,
     record: JobRecord,
     payload: bytes | None,
     verbose: bool,
 ) -> JobEnd:
     began = time.monotonic()
+    environ = {**keras_backend_of_ranks(job.command, os.environ), **os.environ}
     if verbose and not VARIABLES["log_level"].given(environ)[1]:
-        environ = {**environ, VARIABLES["log_level"].name: "INFO"}
-    environ = {**keras_backend_of_ranks(job.command, environ), **environ}
-    job = _with_addresses(job, environ)
+        environ[VARIABLES["log_level"].name] = "INFO"
+    job = _with_addresses(job)
     if VARIABLES["restarts"].name not in job.environment:  # else its hosts have just answered
-        _check_hosts(job, environ, limits, output)
-    _warn_of_overload(job, environ, output)
+        _check_hosts(job, limits, output)
+    _warn_of_overload(job, output)
     remove_stale()
     with job_directories() as (name, session), ExitStack() as listening:
         if Config.from_environ({**environ, **job.environment}).log_level == "DEBUG":
@@ -152,16 +148,16 @@ def _merged_timelines(output: Output) -> Iterator[None]:
                     output.show(f"chorosrun: the timeline {file} cannot be written: {error}.")
 
 
-def _with_addresses(job: Job, environ: Mapping[str, str]) -> Job:
+def _with_addresses(job: Job) -> Job:
     if not job.roles:
         return job
     from choros.launch.driver.cluster_addresses import assign_addresses  # takes 20 ms; other jobs do not need it
 
-    return assign_addresses(job, environ)
+    return assign_addresses(job, os.environ)
 
 
-def _check_hosts(job: Job, environ: Mapping[str, str], limits: Limits, output: Output) -> None:
-    if not job.remote or in_slurm(environ):
+def _check_hosts(job: Job, limits: Limits, output: Output) -> None:
+    if not job.remote or in_slurm(os.environ):
         return
     from choros.launch.driver.preflight import check_hosts  # takes 20 ms; other jobs do not need it
 
@@ -171,9 +167,9 @@ def _check_hosts(job: Job, environ: Mapping[str, str], limits: Limits, output: O
         check_hosts(job.remote, job.ssh, limits.start)
 
 
-def _warn_of_overload(job: Job, environ: Mapping[str, str], output: Output) -> None:
+def _warn_of_overload(job: Job, output: Output) -> None:
     cores = usable_cores()
-    if job.remote or in_allocation(environ) or job.size <= _RANKS_PER_CORE * cores:
+    if job.remote or in_allocation(os.environ) or job.size <= _RANKS_PER_CORE * cores:
         return
     output.show(
         f"chorosrun: {job.size} ranks share the {cores} core{'s' * (cores > 1)} of this machine: more ranks than "

@@ -213,14 +213,12 @@ class Output:
             )
 
 
-def output_of(
-    job: Job, arguments: Arguments, environ: Mapping[str, str], out: Write, err: Write, *, colour: bool
-) -> Output:
+def output_of(job: Job, arguments: Arguments, out: Write, err: Write, *, colour: bool) -> Output:
     """Returns the output of a job, as its arguments want it."""
     prefix, directory = arguments.prefix(job.most), arguments.output_dir
     timestamp = arguments.prefix_output_with_timestamp
     files = open_files(Path(directory), job.most, job.roles) if directory else None
-    merger = LineMerger(job.most) if arguments.merge(job.most, environ) else None
+    merger = LineMerger(job.most) if arguments.merge(job.most, os.environ) else None
     return Output(
         out, err, prefix=prefix, colour=colour, roles=job.roles, timestamp=timestamp, files=files, merger=merger
     )

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -89,14 +89,13 @@ Launch = Callable[[Job, Limits, HostWatch | None], JobEnd]
 def launch_again(
     job: Job,
     elastic: Elastic,
-    environ: Mapping[str, str],
     limits: Limits,
     launch: Launch,
     show: Callable[[str], None],
 ) -> JobEnd:
     """Runs ``job``, and if it loses mpirun, hosts or links, again on what is left; limits hold for all launches."""
     end_of_time = None if limits.run is None else time.monotonic() + limits.run
-    waiting = _Waiting(job, elastic, environ, HostHealth(elastic.cooldown), end_of_time, show)
+    waiting = _Waiting(job, elastic, HostHealth(elastic.cooldown), end_of_time, show)
     tries, current = Tries(), job
     while True:
         left = None if end_of_time is None else max(0.0, end_of_time - time.monotonic())
@@ -107,8 +106,8 @@ def launch_again(
         has_moved = not job_end.preempted and job_end.reason is None and PREEMPTED in codes and not job_end.missing
         if job_end.move is not None and has_moved:
             tries = Tries(tries.restarts + 1)
-            current = restarted(job, job_end.move, tries.restarts, own_names(), environ)
-            show(f"chorosrun: the job {_again(current, job_end.move, tries.restarts, environ)}.")
+            current = restarted(job, job_end.move, tries.restarts, own_names(), os.environ)
+            show(f"chorosrun: the job {_again(current, job_end.move, tries.restarts)}.")
             continue
         loss = loss_of(job_end, current)
         if loss is None:
@@ -125,8 +124,8 @@ def launch_again(
         if isinstance(step, str):
             return replace(job_end, given_up=f"{loss.what}; the job ends: {step}")
         tries = replace(tries, restarts=tries.restarts + 1)
-        current = restarted(job, step, tries.restarts, own_names() if step.hosts else (), environ)
-        show(f"chorosrun: {loss.what}; it {_again(current, step, tries.restarts, environ)}.")
+        current = restarted(job, step, tries.restarts, own_names() if step.hosts else (), os.environ)
+        show(f"chorosrun: {loss.what}; it {_again(current, step, tries.restarts)}.")
 
 
 @dataclass
@@ -135,14 +134,13 @@ class _Waiting:
 
     job: Job
     elastic: Elastic
-    environ: Mapping[str, str]
     health: HostHealth
     end_of_time: float | None
     show: Callable[[str], None]
 
     def watch(self, job: Job, tries: Tries) -> AbstractContextManager[HostWatch | None]:
         """A block in which the hosts that the script prints are watched, if the job can go on on others."""
-        has_commits = VARIABLES["commit_dir"].read({**self.environ, **job.environment})
+        has_commits = VARIABLES["commit_dir"].read({**os.environ, **job.environment})
         is_last = self.elastic.resets is not None and tries.restarts >= self.elastic.resets
         if self.elastic.script is None or not has_commits or is_last:
             return nullcontext()
@@ -179,7 +177,7 @@ class _Waiting:
             self.show(f"chorosrun: {error}")
             return ()
         there = self.answering(known)
-        if in_slurm(self.environ):
+        if in_slurm(os.environ):
             there = tuple(host for host in there if host.name not in loss.hosts)
         out = cut_off(there, tries.cut)
         connected = tuple(host for host in there if host.name not in out)
@@ -200,7 +198,7 @@ class _Waiting:
         """Those that accept the login."""
         names = own_names() if hosts else frozenset()
         remote = [host for host in hosts if host.name not in names]
-        if not remote or in_slurm(self.environ):  # there mpirun does without ssh
+        if not remote or in_slurm(os.environ):  # there mpirun does without ssh
             return hosts
         from choros.launch.driver.preflight import answering  # takes 20 ms; other jobs do not need it
 
@@ -208,9 +206,9 @@ class _Waiting:
         return tuple(host for host in hosts if host not in remote or host in there)
 
 
-def _again(job: Job, step: Restart, number: int, environ: Mapping[str, str]) -> str:
+def _again(job: Job, step: Restart, number: int) -> str:
     where = f" on {','.join(map(str, step.hosts))}" if step.hosts else ""
-    commits = VARIABLES["commit_dir"].read({**environ, **job.environment})
+    commits = VARIABLES["commit_dir"].read({**os.environ, **job.environment})
     begins = "goes on from its last commit" if commits else "begins anew, as it has no --commit-dir"
     kind = job.roles.kind(step.size)
     return f"is started again, with {step.size} {kind}{where}, and {begins} (restart {number})"
