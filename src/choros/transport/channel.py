@@ -36,7 +36,7 @@ import cloudpickle
 from choros import durations
 from choros.errors import EngineError
 from choros.topology import split_address
-from choros.transport.handshake import Cut, Handshake, Seal, offer_proof
+from choros.transport.handshake import Cut, Seal, offer_proof
 from choros.transport.secret import Key
 from choros.transport.silence import fell_silent, watch_for_silence
 
@@ -72,10 +72,10 @@ class ChannelClosed(EngineError):
 class Channel:
     """Sends objects to one process, whose name ``peer`` is proved, and receives them, perhaps in another thread."""
 
-    def __init__(self, end: socket.socket, handshake: Handshake) -> None:
-        self.peer = handshake.peer
+    def __init__(self, end: socket.socket, peer: str, sends: Seal | None, receives: Seal | None) -> None:
+        self.peer = peer
         self._end = end
-        self._sends, self._receives = handshake.sends, handshake.receives
+        self._sends, self._receives = sends, receives
         self._sending = threading.Lock()
         _open.add(end)
         # Closed when no thread can wait for it any more; close() only ends the connection.
@@ -195,7 +195,7 @@ def connect(
                 "CHOROS_START_TIMEOUT sets the time limit."
             ) from error
         try:
-            return Channel(end, offer_proof(end, key, name, peer, durations.PROOF))
+            return Channel(end, *offer_proof(end, key, name, peer, durations.PROOF))
         except EngineError as error:
             end.close()
             if not isinstance(error, Cut):

@@ -79,13 +79,8 @@ class Seal:
         return hmac.new(self._key, number.to_bytes(8), "sha256")
 
 
-@dataclass(frozen=True)
-class Handshake:
-    """A handshake's outcome: the proved name, and what seals either direction; ``None`` for direct connections."""
-
-    peer: str
-    sends: Seal | None
-    receives: Seal | None
+#: A handshake's outcome: the proved name, and what seals what is sent, and received; ``None`` for direct connections.
+Proved = tuple[str, Seal | None, Seal | None]
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ class _Greeting:
         return _GREETING.pack(_MAGIC, self.nonce, self.path, len(name), len(peer)) + name + peer
 
 
-def offer_proof(end: socket.socket, key: Key, name: str, peer: str, seconds: float) -> Handshake:
+def offer_proof(end: socket.socket, key: Key, name: str, peer: str, seconds: float) -> Proved:
     """Proves to the listening process that this one has the key, and demands the same; changes the socket's time
     limit. ``Cut``: the other end has closed it; another ``EngineError``: another key or name, or no reply in time.
     """
@@ -124,7 +119,7 @@ def offer_proof(end: socket.socket, key: Key, name: str, peer: str, seconds: flo
     return outcome
 
 
-def accept_proof(end: socket.socket, key: Key, name: str, seconds: float) -> Handshake:
+def accept_proof(end: socket.socket, key: Key, name: str, seconds: float) -> Proved:
     """Like ``offer_proof``, in the listening process; the outcome has the name of the process that has connected."""
     own = _End(end, key, name, seconds)
     theirs = own.receive_greeting()
@@ -166,16 +161,15 @@ class _End:
 
     def outcome(
         self, mine: _Greeting, theirs: _Greeting, transcript: bytes, *, sends: bytes, receives: bytes
-    ) -> Handshake:
+    ) -> Proved:
         if self._path != _AWAY and mine.path == theirs.path:
-            return Handshake(theirs.name, None, None)
+            return theirs.name, None, None
         if self._path != _AWAY and self._key.within_host:
             raise EngineError(
                 "another process forwards this connection, which is not allowed between processes that authenticate "
                 "each other by a file of this host: set CHOROS_SECRET, the same in all processes of the job."
             )
-        keys = (self.mac(label, transcript) for label in (sends, receives))
-        return Handshake(theirs.name, *map(Seal, keys))
+        return theirs.name, Seal(self.mac(sends, transcript)), Seal(self.mac(receives, transcript))
 
     def refused(self) -> EngineError:
         if self._key.within_host and self._path != _AWAY:

@@ -82,7 +82,7 @@ class Listener:
 
     def _greet(self, end: socket.socket, peer: str) -> None:
         try:
-            handshake = accept_proof(end, self._key, self._name, durations.PROOF)
+            proved = accept_proof(end, self._key, self._name, durations.PROOF)
         except EngineError as error:
             end.close()
             refusal = str(not_authenticated(peer, error))
@@ -94,7 +94,7 @@ class Listener:
         finally:
             with self._lock, contextlib.suppress(ValueError):
                 self._unproven.remove(end)
-        channel = Channel(end, handshake)
+        channel = Channel(end, *proved)
         try:
             first = channel.receive()
         except ChannelClosed:
