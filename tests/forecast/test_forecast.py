@@ -21,7 +21,7 @@ from choros.forecast.model import Failures, Setting, best, memory_of, predict, s
 from choros.forecast.workload import Bucket, Workload, expected_maximum, workload_of
 from choros.observe.events import Kind
 from choros.observe.timeline import Record
-from choros.trace.chrome import to_json
+from choros.trace.files import to_json
 from choros.trace.trace import Trace, merge
 from launch.launched import rank_script, run
 from observe.timelines import part, record

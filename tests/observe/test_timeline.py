@@ -20,9 +20,8 @@ from choros.errors import ConfigError, NotInitializedError
 from choros.observe.events import Event, Kind
 from choros.observe.timeline import PartHeader, PartWriter, TimelinePart, part_path, parts_directory, read_part
 from choros.settings import Config
-from choros.trace.chrome import from_json, to_json
 from choros.trace.clocks import ClockSample, clock_map
-from choros.trace.files import merge_parts, read_trace
+from choros.trace.files import from_json, merge_parts, read_trace, to_json
 from choros.trace.summary import summarize, summary_text
 from choros.trace.trace import BUCKETS, STEPS, Interval, Mark, collectives_of, merge
 from observe.timelines import MS, call, check, part, read, record

@@ -10,7 +10,7 @@ from typing import Any
 
 from choros.observe.events import Kind
 from choros.observe.timeline import PartHeader, Record, TimelinePart
-from choros.trace.chrome import from_json
+from choros.trace.files import from_json
 from choros.trace.trace import Trace
 
 MS = 10**6
