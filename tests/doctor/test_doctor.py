@@ -63,10 +63,13 @@ def test_a_machine_on_which_a_job_runs(modules):
     assert found["localhost", "torch"]["text"] == "PyTorch 9.8."
 
 
-def test_text_and_check_build(modules):
+def test_text_and_check_build(modules, tmp_path):
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost:2\n")
+    script.chmod(0o755)
     command, build = (
         subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True).stdout
-        for argv in (DOCTOR, [*CHOROSRUN, "--check-build"])
+        for argv in (DOCTOR, [*CHOROSRUN, "--check-build", "--host-discovery-script", script])
     )
     assert "\x1b" not in command  # a pipe has no colours
     assert re.search(r"^  ok +engine mpi +It can be used\.$", command, re.MULTILINE)

@@ -172,7 +172,7 @@ def case_results_have_the_memory_of_what_they_replace(
 
     def doubled(*arrays: Any) -> list[Any]:
         specs = [adapter.spec(each) for each in arrays]
-        return adapter.host_update(double, [jnp.int32(2), *arrays], specs, replaced=len(arrays), keeps=keeps)
+        return adapter.host_call(double, [jnp.int32(2), *arrays], specs, replaced=len(arrays), keeps=keeps)
 
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     expected = program(lambda *arrays: [2 * each for each in arrays], jnp.asarray(x))
@@ -192,7 +192,7 @@ def case_an_array_that_a_call_replaces_is_only_read_outside_of_jit() -> None:
         assert not hosts[0].flags.writeable
         return [2 * hosts[0]]
 
-    (result,) = adapter.host_update(double, [x], [adapter.spec(x)], replaced=1)
+    (result,) = adapter.host_call(double, [x], [adapter.spec(x)], replaced=1)
     assert float(result.min()) == 2
     assert float(x.max()) == 1
 

@@ -26,7 +26,7 @@ from choros.memory.model import (
     parse_memory,
     rank_bytes,
 )
-from choros.memory.report import MemoryLimit, MemoryOutlook
+from choros.memory.report import MemoryOutlook
 from harness import FRAMEWORKS, Job, check_case, needs, on_frameworks
 from launch.launched import HIDDEN, run
 from ranks.environment import QUICK, hiding_path
@@ -93,7 +93,7 @@ def test_a_model_survives_json() -> None:
 
 
 def test_the_table() -> None:
-    outlook = MemoryOutlook("train.py", ADAM, (1, 2, 4), MemoryLimit("15.5kB", 15_500))
+    outlook = MemoryOutlook("train.py", ADAM, (1, 2, 4), "15.5kB", 15_500)
     table = outlook.table()
     assert table.columns == ["", "weights", "gradients", "state", "buffers", "activations", "a rank", "fits 15.5kB"]
     (_, without), (_, sliced) = table.sections
@@ -109,7 +109,7 @@ def test_the_table() -> None:
 
 def test_what_the_table_says_of_its_figures() -> None:
     def notes(model: TrainedModel, limit: int) -> str:
-        return "\n".join(MemoryOutlook("", model, (1, 2), MemoryLimit("it", limit)).table().notes)
+        return "\n".join(MemoryOutlook("", model, (1, 2), "it", limit).table().notes)
 
     bare = TrainedModel("Muon", (VariableBytes(1, 4, 4),), BY_VARIABLES, assumed=True)
     assert "The file has no optimizer: the state is that of Adam." in notes(bare, 100)

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from choros import settings
 from choros.comm import ProcessSet, Reduction
 from choros.parallel.compression import Compression
-from choros.parallel.reduce.gradients import SparseRows
-from choros.parallel.reduce.measurement import squared_norm
+from choros.parallel.reduce.gradients import SparseRows, squared_norm
 from choros.parallel.reduce.noise import Contribution, NoiseScale, noise_scale, publish, sentence
 from choros.parallel.reduce.plan import ReduceConfig, plan_for
 from choros.parallel.reduce.reducer import GradientReducer

@@ -3,25 +3,18 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 HostArray = NDArray[Any]
-#: From host arrays to host arrays.
-HostFunction = Callable[[Sequence[HostArray]], Sequence[HostArray]]
+#: From host arrays to host arrays; see ``host_call``.
+HostFunction = Callable[..., Sequence[HostArray]]
 #: A shape and a dtype.
 ArrayLayout = tuple[tuple[int, ...], np.dtype[np.generic]]
 #: From arrays of the framework to arrays of the framework.
 ArrayFunction = Callable[[Sequence[Any]], Sequence[Any]]
-
-
-class HostReplacement(Protocol):
-    """A ``HostFunction`` that may write the results that replace arguments into ``out``, if it is given any."""
-
-    def __call__(self, hosts: Sequence[HostArray], out: Sequence[HostArray] | None = None, /) -> Sequence[HostArray]:
-        """From host arrays to host arrays."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,15 @@ class ArrayAdapter(ABC):
         del condition
         return list(variables)
 
-    def host_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
+    def host_call(
+        self,
+        function: HostFunction,
+        arrays: Sequence[Any],
+        outputs: Sequence[ArraySpec],
+        *,
+        replaced: int = 0,
+        keeps: bool = False,
+    ) -> list[Any]:
         """Calls ``function`` on the host: now, or in each run of the function that is being compiled.
 
         Args:
@@ -116,35 +117,14 @@ class ArrayAdapter(ABC):
                 one more dimension, the last one.
             arrays: its arguments.
             outputs: the shapes and dtypes of its results.
+            replaced: how many of its first results replace as many of its last arguments, of the same shapes and
+                dtypes, which are used no more: it may be given arrays for these results, too, or ``None``.
+            keeps: whether it needs the values of those arguments until it returns, so that results have other memory.
         """
-        del outputs
+        del outputs, replaced, keeps
         results = function([self.to_host(array) for array in arrays])
         like = next(iter(arrays), None)
         return [self.from_host(np.asarray(result), like) for result in results]
-
-    def host_update(
-        self,
-        function: HostReplacement,
-        arrays: Sequence[Any],
-        outputs: Sequence[ArraySpec],
-        replaced: int,
-        *,
-        keeps: bool = False,
-    ) -> list[Any]:
-        """``host_call`` of a function whose first ``replaced`` results replace as many of its last arguments.
-
-        The caller uses these arguments no more, so a framework may give the function their memory for its results. They
-        have the same shapes and dtypes.
-
-        Args:
-            function: see above.
-            arrays: as for ``host_call``.
-            outputs: likewise.
-            replaced: the number of arguments.
-            keeps: whether it needs their values until it returns, so that results must have other memory.
-        """
-        del replaced, keeps
-        return self.host_call(function, arrays, outputs)
 
     def with_gradient(self, forward: ArrayFunction, backward: ArrayFunction, arrays: Sequence[Any]) -> list[Any]:
         """Returns ``forward(arrays)`` with the gradient rule ``backward``.

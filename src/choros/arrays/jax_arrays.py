@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction, HostReplacement
+from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction
 from choros.arrays.jax_host_call import HostCall
 from choros.errors import ConfigError
 
@@ -39,27 +39,25 @@ class JaxArrays(ArrayAdapter):
     def is_symbolic(self, arrays: Sequence[Any]) -> bool:
         return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
-    def host_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
-        """An ordered ``io_callback`` if compiled; under ``jax.vmap`` one call, whose last dimension is the batch."""
-        return _bound(HostCall(_without_updates(function), tuple(outputs)), arrays)
-
-    def host_update(
+    def host_call(
         self,
-        function: HostReplacement,
+        function: HostFunction,
         arrays: Sequence[Any],
         outputs: Sequence[ArraySpec],
-        replaced: int,
         *,
+        replaced: int = 0,
         keeps: bool = False,
     ) -> list[Any]:
-        """In a compiled function on a CPU, XLA gives results the memory of arguments that it does not need any more."""
+        """An ordered ``io_callback`` if compiled; under ``jax.vmap`` one call, whose last dimension is the batch. In a
+        compiled function on a CPU, XLA gives results the memory of arguments that it does not need any more.
+        """
         return _bound(HostCall(function, tuple(outputs), replaced=replaced, keeps=keeps), arrays)
 
     def host_call_if(
         self, due: Any, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]
     ) -> list[Any]:
         """``host_call`` if ``due`` is not 0, else zeros; no gradient; unlike ``lax.cond`` it works in ``vmap``."""
-        return HostCall(_without_updates(function), tuple(outputs), conditional=True).bind(due, *arrays)
+        return HostCall(function, tuple(outputs), conditional=True).bind(due, *arrays)
 
     def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
         return array.astype(dtype)
@@ -88,10 +86,6 @@ class JaxArrays(ArrayAdapter):
 
         differentiable.defvjp(run, gradient)
         return list(differentiable(*arrays))
-
-
-def _without_updates(function: HostFunction) -> HostReplacement:
-    return lambda hosts, _=None: function(hosts)
 
 
 def _bound(call: HostCall, arrays: Sequence[Any]) -> list[Any]:

@@ -26,7 +26,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from choros.arrays.adapter import ArraySpec, HostArray, HostReplacement
+from choros.arrays.adapter import ArraySpec, HostArray, HostFunction
 from choros.arrays.host_errors import recognize_errors, remembered_errors
 from choros.errors import ConfigError
 
@@ -47,7 +47,7 @@ class HostCall:
     replace as many last arguments, unless those keep (``keeps``) their values.
     """
 
-    function: HostReplacement
+    function: HostFunction
     outputs: tuple[ArraySpec, ...]
     conditional: bool = False
     replaced: int = 0
@@ -64,7 +64,7 @@ class HostCall:
             if not due:
                 return self._zeros()
         jax.effects_barrier()  # on a GPU, a compiled function that was called earlier may still have calls to make
-        return [jnp.asarray(result) for result in self.function([np.asarray(array) for array in arrays], None)]
+        return [jnp.asarray(result) for result in self._on_host(arrays)]
 
     def compiled(self, *arrays: Any, on_cpu: bool = False) -> list[Any]:
         """The results in a compiled function."""
@@ -90,10 +90,14 @@ class HostCall:
                 )
         return [jax.core.ShapedArray(output.shape, output.dtype) for output in self.outputs]
 
+    def _on_host(self, arrays: Sequence[Any], out: Sequence[HostArray] | None = None) -> list[HostArray]:
+        hosts = [np.asarray(array) for array in arrays]
+        return [np.asarray(each) for each in (self.function(hosts, out) if self.replaced else self.function(hosts))]
+
     def _callback(self, *arrays: Any) -> list[Any]:
         @remembered_errors()
         def on_host(*hosts: Any) -> list[HostArray]:
-            return [np.asarray(result) for result in self.function([np.asarray(host) for host in hosts], None)]
+            return self._on_host(hosts)
 
         return list(io_callback(on_host, self._shapes, *arrays, ordered=True))
 
@@ -105,7 +109,7 @@ class HostCall:
             targets, hosts = ([np.asarray(buffer) for buffer in buffers] for buffers in (out, given))
             for host in hosts[: len(hosts) - overwritten]:
                 host.flags.writeable = False
-            results = [*map(np.asarray, self.function(hosts, targets[: self.replaced])), np.zeros((), np.int32)]
+            results = [*self._on_host(hosts, targets[: self.replaced]), np.zeros((), np.int32)]
             for target, result in zip(targets, results, strict=True):
                 if not np.may_share_memory(target, result):
                     np.copyto(target, result)

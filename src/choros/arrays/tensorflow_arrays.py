@@ -71,8 +71,11 @@ class TensorflowArrays(DeviceArrayAdapter):
         del arrays
         return not tf.executing_eagerly()
 
-    def host_call(self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
+    def host_call(
+        self, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec], **replacing: Any
+    ) -> list[Any]:
         """In a ``tf.function``, uses a ``tf.numpy_function``, which XLA cannot compile."""
+        del replacing
         if not self.is_symbolic(arrays):
             with tensorflow_errors():
                 return super().host_call(function, arrays, outputs)

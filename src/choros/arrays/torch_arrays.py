@@ -16,7 +16,7 @@ from choros.arrays.adapter import (
     ArraySpec,
     DeviceArrayAdapter,
     HostArray,
-    HostReplacement,
+    HostFunction,
 )
 from choros.errors import ConfigError
 
@@ -64,21 +64,21 @@ class TorchArrays(DeviceArrayAdapter):
             tensor = torch.from_numpy(writable)
         return tensor.to(like.device)
 
-    def host_update(
+    def host_call(
         self,
-        function: HostReplacement,
+        function: HostFunction,
         arrays: Sequence[Any],
         outputs: Sequence[ArraySpec],
-        replaced: int,
         *,
+        replaced: int = 0,
         keeps: bool = False,
     ) -> list[Any]:
-        """Results get the memory of the arguments."""
+        """Results get the memory of the arguments that they replace."""
 
         def update(hosts: Sequence[HostArray]) -> Sequence[HostArray]:
             return function(hosts, None if keeps else hosts[len(hosts) - replaced :])
 
-        return self.host_call(update, arrays, outputs)
+        return super().host_call(update if replaced else function, arrays, outputs)
 
     @staticmethod
     def own_host_memory(tensors: Sequence[Any]) -> bool:

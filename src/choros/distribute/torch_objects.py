@@ -65,8 +65,7 @@ def _before_forward(module: Any, _args: tuple[Any, ...]) -> None:
     hosts = [adapter.to_host(tensor) for tensor in tensors.values()]
     if are_identical(hosts):
         return
-    heirs = global_process_set.communicator.launched  # all ranks have such values
-    received = broadcast_arrays(hosts, 0, names=list(tensors), heirs=heirs)
+    received = broadcast_arrays(hosts, 0, names=list(tensors))
     for tensor, host in zip(tensors.values(), received, strict=True):
         tensor.copy_(adapter.from_host(host, tensor))  # state_dict() detaches: autograd does not see this
 

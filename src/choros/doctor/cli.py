@@ -15,7 +15,7 @@ from choros.doctor.facts import OK, PROBLEM, WARNING, Finding, MachineFacts
 from choros.doctor.gather import gather, working_directory
 from choros.doctor.hosts import check_others
 from choros.doctor.job import try_job
-from choros.launch.driver.machine import own_names
+from choros.launch.driver.machine import own_names, run_script
 from choros.launch.driver.output import shown_if_slow, use_colour
 from choros.launch.options import PARAMETERS
 from choros.launch.plan.arguments import Arguments
@@ -58,7 +58,7 @@ def doctor(in_json: bool, **given: Any) -> int:
 
 def examine(arguments: Arguments, *, in_json: bool = False) -> int:
     """Examines this machine and the hosts in ``arguments``, prints the findings, and returns the exit code."""
-    job = arguments.job(["true"], os.environ, own_names, count_accelerators=int)
+    job = arguments.job(["true"], os.environ, own_names, count_accelerators=int, discover=run_script)
     with _progress("this machine: importing frameworks and MPI"):
         here = gather(working_directory(), arguments.mpirun)
     facts = {"localhost": here}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,8 @@ import jax.numpy as jnp
 from choros.comm import ProcessSet, Reduction
 from choros.parallel.ops import allreduce
 
-
-class _UpdateOfSlices(NamedTuple):
-    """An update of slices: the ranks that have the others, and a number of the compiled step."""
-
-    process_set: ProcessSet
-    number: Any
-
-
-_slices: ContextVar[_UpdateOfSlices | None] = ContextVar("slices", default=None)
+#: In an update of slices, the ranks that have the others, and a number of the compiled step.
+_slices: ContextVar[tuple[ProcessSet, Any] | None] = ContextVar("slices", default=None)
 
 
 @contextmanager
@@ -27,7 +20,7 @@ def of_slices(process_set: ProcessSet, number: Any) -> Iterator[None]:
     """A context in which gradients are this rank's slices. As a rank that has none would compute the norm while JAX
     traces the step, ``number`` makes the norm a part of the step.
     """
-    before = _slices.set(_UpdateOfSlices(process_set, number))
+    before = _slices.set((process_set, number))
     try:
         yield
     finally:
@@ -69,7 +62,8 @@ def clip_by_global_norm(max_norm: Any) -> Any:
         slices = _slices.get()
         if slices is None:
             return plain.update(updates, state, params)
-        norm = jnp.sqrt(allreduce(_squares(updates, slices.number), Reduction.SUM, process_set=slices.process_set))
+        process_set, number = slices
+        norm = jnp.sqrt(allreduce(_squares(updates, number), Reduction.SUM, process_set=process_set))
 
         def clipped(gradient: Any) -> Any:  # as optax computes it
             return jnp.where(norm < max_norm, gradient, (gradient / norm.astype(gradient.dtype)) * max_norm)

@@ -198,8 +198,7 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, process_set: ProcessSet 
     sent = [(path, index) for index, path in enumerate(paths_of(tree)) if isinstance(leaves[index], _SENT)]
     hosts = [_to_host(leaves[index]) for _, index in sent]
     names = [path for path, _ in sent]
-    heirs = process_set.communicator.launched  # all ranks have such values
-    received = ops.broadcast_arrays(hosts, root_rank, names=names, process_set=process_set, heirs=heirs)
+    received = ops.broadcast_arrays(hosts, root_rank, names=names, process_set=process_set)
     for (_, index), host in zip(sent, received, strict=True):
         leaves[index] = _from_host(host, leaves[index])
     return structure.unflatten(leaves)

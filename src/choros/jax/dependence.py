@@ -11,9 +11,8 @@ depend? Two parameters, a and b, of a transformation that clips by the global no
 A second trace has parameters of one item, in as many dimensions: if it is another program, shapes matter.
 """
 
-import enum
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +31,6 @@ _BY_ITEM = frozenset(_BY_ITEM_NAMES.split())
 _CALLS = ("checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2")
 #: Random numbers are drawn for all arrays, in their order.
 _RANDOM = ("random_", "threefry", "rng_")
-
-
-@final
-class Needs(enum.Enum):
-    """What the update of an item depends on."""
-
-    ITEM = "the item"
-    ARRAY = "its array"
 
 
 class _Leaf(NamedTuple):
@@ -72,16 +63,16 @@ class _Traced(NamedTuple):
     states: list[Any]
 
 
-def needs_of(tx: Any, params: Any) -> Needs:
-    """Returns what updates of ``params`` depend on; ``tx`` is not run.
+def works_by_item(tx: Any, params: Any) -> bool:
+    """Whether the update of an item depends on this item alone; otherwise it needs its array. ``tx`` is not run.
 
     Raises:
         ConfigError: an update depends on several arrays, or ``tx`` needs arguments beside gradients and parameters.
 
     >>> import optax
     >>> params = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
-    >>> needs_of(optax.adam(0.1), params), needs_of(optax.lamb(0.1), params)
-    (<Needs.ITEM: 'the item'>, <Needs.ARRAY: 'its array'>)
+    >>> works_by_item(optax.adam(0.1), params), works_by_item(optax.lamb(0.1), params)
+    (True, False)
     """
     try:
         whole = _traced(tx, params, lambda shape: shape)
@@ -101,7 +92,7 @@ def needs_of(tx: Any, params: Any) -> Needs:
         _check_alone(value.arrays | {index}, f"the update of {paths[index]}", paths)
     for value in states:
         _check_alone(value.arrays, "the transformation's state", paths)
-    return Needs.ITEM if all(value.by_item for value in (*updates, *states)) else Needs.ARRAY
+    return all(value.by_item for value in (*updates, *states))
 
 
 def _check_alone(arrays: frozenset[int], what: str, paths: Sequence[str]) -> None:

@@ -87,7 +87,7 @@ def distributed(
     )
     reduction = GradientReduction(GradientReducer(config, name), shards_state=shard_state)
     _reductions.add(reduction)
-    return _sharding(tx, reduction, name) if shard_state else _reducing(tx, reduction)
+    return _reducing(tx, reduction, name)
 
 
 def _checked(tx: Any) -> Any:
@@ -105,8 +105,12 @@ def _checked(tx: Any) -> Any:
     return optax.with_extra_args_support(tx)
 
 
-def _reducing(tx: Any, reduction: GradientReduction) -> Any:
+def _reducing(tx: Any, reduction: GradientReduction, name: str) -> Any:
     import optax
+
+    if reduction.shards_state:
+        sliced = SlicedUpdate(tx, reduction, name)
+        return optax.GradientTransformationExtraArgs(sliced.init, sliced.update)
 
     def init(params: Any) -> Any:
         reduction.layout = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in trained_of(params).values())
@@ -116,13 +120,6 @@ def _reducing(tx: Any, reduction: GradientReduction) -> Any:
         return tx.update(reduction.reduce(updates, params, examples), state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _sharding(tx: Any, reduction: GradientReduction, name: str) -> Any:
-    import optax
-
-    sliced = SlicedUpdate(tx, reduction, name)
-    return optax.GradientTransformationExtraArgs(sliced.init, sliced.update)
 
 
 def join() -> int:

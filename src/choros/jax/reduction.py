@@ -61,7 +61,7 @@ class GradientReduction:
                 hosts, lambda gradients, count: self.reducer.reduce(gradients, examples=count, out=out)
             )
 
-        *reduced, due = ADAPTER.host_update(on_host, arrays, outputs, replaced=len(trained), keeps=keeps)
+        *reduced, due = ADAPTER.host_call(on_host, arrays, outputs, replaced=len(trained), keeps=keeps)
         self._compare_if(due, params)
         for index, gradient in zip(trained, reduced, strict=True):
             leaves[index] = gradient

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from choros.arrays import ArraySpec
 from choros.errors import ConfigError, NotInitializedError
 from choros.jax.clipping import of_slices
-from choros.jax.dependence import Needs, needs_of
+from choros.jax.dependence import works_by_item
 from choros.jax.division import FILES, Division, SlicedState, of_models, refuse_slices, trained_of, with_slices
 from choros.jax.reduction import ADAPTER, GradientReduction
 from choros.parallel.objects import allgather_object
@@ -46,10 +46,11 @@ class SlicedUpdate:
     def init(self, params: Any) -> Any:
         """Returns the state for this rank's slices of ``params``."""
         division = self.division(params)
-        return self._tx.init(params) if division is None else SlicedState(self._init(params, division), division)
-
-    def _init(self, params: Any, division: Division) -> Any:
-        return self._tx.init(division.slices_of(params))
+        return (
+            self._tx.init(params)
+            if division is None
+            else SlicedState(self._tx.init(division.slices_of(params)), division)
+        )
 
     def division(self, params: Any) -> Division | None:
         """How ``params`` are divided; ``None`` if this rank has all."""
@@ -60,7 +61,7 @@ class SlicedUpdate:
         if not self._reduction.reducer.active or not arrays:
             return None
         with of_slices(process_set, 0):
-            by_item = needs_of(self._tx, params) is Needs.ITEM
+            by_item = works_by_item(self._tx, params)
         communicator = process_set.communicator
         shapes = tuple((tuple(each.shape), np.dtype(each.dtype)) for each in arrays.values())
         self._reduction.layout = shapes
@@ -204,7 +205,7 @@ class SlicedUpdate:
         if division is None:
             return jax.tree.map(jnp.asarray, whole)
         values, owners = dict(_with_paths(whole)), self._owners(params, division)
-        own = jax.eval_shape(lambda params: self._init(params, division), params)
+        own = jax.eval_shape(lambda params: self._tx.init(division.slices_of(params)), params)
         cut = []
         for path, spec in _with_paths(own):
             value = jnp.asarray(values[path])

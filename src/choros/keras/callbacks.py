@@ -345,7 +345,7 @@ class Throughput(EpochCallback):
         spent = [getattr(done, name) - getattr(self._done, name) for name in ("seconds", *_SHARES)]
         own = np.array([float(count_examples(self.model)), *spent])
         counted, in_steps, *shares = communicator.allreduce(own, Reduction.SUM).tolist()
-        if self._batches.is_spmd:  # the metrics of each rank have counted the examples of all
+        if self._steps.is_spmd:  # the metrics of each rank have counted the examples of all
             counted /= communicator.size
         self._measured = {"images_per_s": float(self.total_images or counted) / seconds, "epoch_s": seconds}
         self._measured |= {

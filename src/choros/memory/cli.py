@@ -12,7 +12,7 @@ from choros.bench.report import check_writable, show, write_json
 from choros.launch.driver.output import shown_if_slow
 from choros.memory.inspection import Subject, inspect_subject
 from choros.memory.model import parse_memory
-from choros.memory.report import MemoryLimit, MemoryOutlook
+from choros.memory.report import MemoryOutlook
 
 _HELP = """\
 Does it fit? What each rank needs in memory, without and with DistributedOptimizer(…, shard_state=True).
@@ -61,7 +61,7 @@ def memory(
     """See ``_HELP``."""
     check_writable("--json", json_file)
     numbers = sorted(parse_ranks("--np", ranks))
-    limit = None if fit is None else MemoryLimit(fit, parse_memory("--fit", fit))
+    limit = None if fit is None else parse_memory("--fit", fit)
     subject = Subject(file, arguments, batch)
     subject.check()
     what = "loading" if subject.is_saved else "running"
@@ -69,7 +69,7 @@ def memory(
     with shown_if_slow(message, durations.MEMORY_PROGRESS, partial(click.echo, err=True)):
         model = inspect_subject(subject)
     title = f"{file}: {model.parameters:,} parameters, {model.optimizer}"
-    outlook = MemoryOutlook(title, model, numbers, limit)
+    outlook = MemoryOutlook(title, model, numbers, fit or "", limit)
     show(outlook.table(), sys.stdout)
     if json_file is not None:
         write_json(json_file, outlook.as_json())

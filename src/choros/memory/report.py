@@ -13,14 +13,6 @@ _UNKNOWN = "–"
 
 
 @dataclass(frozen=True)
-class MemoryLimit:
-    """The memory of a rank, as it was given, and in bytes."""
-
-    text: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class MemoryOutlook:
     """What each rank needs on these numbers of ranks.
 
@@ -28,13 +20,14 @@ class MemoryOutlook:
         title: what was inspected.
         model: what it trains.
         numbers: numbers of ranks.
-        limit: the memory of a rank, if it was given.
+        fit, limit: the memory of a rank, if it was given, and in bytes.
     """
 
     title: str
     model: TrainedModel
     numbers: Sequence[int]
-    limit: MemoryLimit | None = None
+    fit: str = ""
+    limit: int | None = None
 
     def needs(self, *, shard_state: bool) -> list[RankBytes]:
         """The bytes of a rank on each number of ranks."""
@@ -44,10 +37,10 @@ class MemoryOutlook:
         """Returns the content of the JSON file."""
         ways = {False: self.needs(shard_state=False), True: self.needs(shard_state=True)}
         limit = {} if self.limit is None else {
-            "limit": self.limit.nbytes,
+            "limit": self.limit,
             "first_that_fits": {
-                "without_shard_state": first_fit(ways[False], self.limit.nbytes),
-                "with_shard_state": first_fit(ways[True], self.limit.nbytes),
+                "without_shard_state": first_fit(ways[False], self.limit),
+                "with_shard_state": first_fit(ways[True], self.limit),
             },
         }  # fmt: skip
         return {
@@ -62,7 +55,7 @@ class MemoryOutlook:
     def table(self) -> Table:
         """The table that is printed."""
         heads = ["", "weights", "gradients", "state", "buffers", "activations", "a rank"]
-        heads += [f"fits {self.limit.text}"] if self.limit else []
+        heads += [f"fits {self.fit}"] if self.fit else []
         without = rank_bytes(self.model, self.numbers[0], shard_state=False)
         sections = [
             ("without shard_state", [self._cells("any number of ranks", without)]),
@@ -76,7 +69,7 @@ class MemoryOutlook:
     def _cells(self, name: str, need: RankBytes) -> list[str]:
         known = (need.weights, need.gradients, need.state, need.buffers)
         activations = _UNKNOWN if need.activations is None else format_bytes(need.activations)
-        fits = [] if self.limit is None else ["yes" if need.total <= self.limit.nbytes else "no"]
+        fits = [] if self.limit is None else ["yes" if need.total <= self.limit else "no"]
         return [name, *map(format_bytes, known), activations, format_bytes(need.total), *fits]
 
     def _notes(self) -> list[str]:
@@ -97,11 +90,11 @@ class MemoryOutlook:
             notes.append(f"Not in the sum: {format_bytes(model.rest)} of the process: Python, the framework, data.")
         return notes + ([] if self.limit is None else [self._verdict(self.limit)])
 
-    def _verdict(self, limit: MemoryLimit) -> str:
+    def _verdict(self, limit: int) -> str:
         """Which number of ranks is the first that fits."""
-        whole, sliced = (first_fit(self.needs(shard_state=way), limit.nbytes) for way in (False, True))
+        whole, sliced = (first_fit(self.needs(shard_state=way), limit) for way in (False, True))
         if whole is not None:
-            return f"It fits {limit.text} without shard_state, on any number of ranks."
+            return f"It fits {self.fit} without shard_state, on any number of ranks."
         if sliced is not None:
-            return f"It fits {limit.text} with shard_state from {format_ranks(sliced)} on; never without."
-        return f"It does not fit {limit.text} on any of these numbers of ranks."
+            return f"It fits {self.fit} with shard_state from {format_ranks(sliced)} on; never without."
+        return f"It does not fit {self.fit} on any of these numbers of ranks."

@@ -276,10 +276,11 @@ def broadcast_arrays(
     *,
     names: Sequence[str],
     process_set: ProcessSet = global_process_set,
-    heirs: Sequence[int] = (),
+    heirs: Sequence[int] | None = None,
 ) -> list[Array]:
-    """``broadcast`` of named host arrays; if the root is lost, the first of ``heirs`` (launcher's ranks) left sends."""
+    """``broadcast`` of named host arrays; if the root is lost, the first left of ``heirs``, or of all, sends it."""
     communicator = process_set.communicator
+    heirs = communicator.launched if heirs is None else heirs
     senders = [communicator.launched[root_index(root_rank, process_set)], *heirs]
     # Not together: ranks that have joined take part in one collective at a time.
     return [

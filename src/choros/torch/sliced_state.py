@@ -129,11 +129,6 @@ class ParameterSlices:
         """The items of a parameter on each rank."""
         return self.divided[parameter].ranges
 
-    @property
-    def parameters(self) -> list[Any]:
-        """All parameters, in the same order on all ranks."""
-        return list(self.divided)
-
     def _layout(self, parameter: Any) -> SliceLayout:
         spec = _arrays.spec(parameter)
         return SliceLayout(tuple(parameter.shape), spec.dtype, self.divided[parameter].ranges)
@@ -298,7 +293,7 @@ class ParameterSlices:
 
     def exchange(self, index: int) -> list[bytes]:
         """This rank's part in gathering the state of the parameter with this number; returns the slices' messages."""
-        communicator, parameter = self.process_set.communicator, self.parameters[index]
+        communicator, parameter = self.process_set.communicator, list(self.divided)[index]
         check_slices(len(self.holders.members), communicator)
         return self.gather_messages(Holders(communicator.launched), lambda _: self.part(parameter))
 

@@ -52,8 +52,7 @@ def broadcast_parameters(
     adapter = framework_adapter("torch")
     tensors = {name: tensor for name, tensor in _named(params) if torch.is_tensor(tensor)}
     hosts = [adapter.to_host(tensor) for tensor in tensors.values()]
-    heirs = process_set.communicator.launched  # all ranks have such values
-    received = broadcast_arrays(hosts, root_rank, names=list(tensors), process_set=process_set, heirs=heirs)
+    received = broadcast_arrays(hosts, root_rank, names=list(tensors), process_set=process_set)
     with torch.no_grad():
         for tensor, host in zip(tensors.values(), received, strict=True):
             tensor.copy_(adapter.from_host(host, tensor))

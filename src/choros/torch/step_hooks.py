@@ -16,7 +16,7 @@ from choros.comm import ProcessSet, Reduction, Request
 from choros.errors import ConfigError
 from choros.parallel.compression import Compressor
 from choros.parallel.ops import grouped_allreduce
-from choros.parallel.rank_memory import StateBytes, log_memory
+from choros.parallel.rank_memory import log_memory
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.torch.sliced_step import ADVICE, SlicedStep
 
@@ -102,15 +102,15 @@ class GradientHook:
             weights = sum(each.numel() * each.element_size() for each in trained(optimizer))
             log_memory(type(optimizer).__name__, weights, partial(self._state_bytes, optimizer), self.process_set)
 
-    def _state_bytes(self, optimizer: Any) -> StateBytes:
+    def _state_bytes(self, optimizer: Any) -> tuple[int, int]:
         states = [each for each in optimizer.state.values() if isinstance(each, dict)]
         tensors = [each for state in states for each in state.values() if torch.is_tensor(each)]
         own = sum(each.numel() * each.element_size() for each in tensors)
         if self._sliced is None:
-            return StateBytes(own, own)
+            return own, own
         slices = self._sliced.slices
         items = sum(stop - start for start, stop in (each.ranges[slices.number] for each in slices.divided.values()))
-        return StateBytes(own, round(own / (items or 1) * sum(each.numel() for each in slices.divided)))
+        return own, round(own / (items or 1) * sum(each.numel() for each in slices.divided))
 
     def abandon_step(self) -> None:
         """Forgets the gradients of a step that is not made."""

@@ -21,7 +21,7 @@ from choros.comm import Request
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.objects import object_of_first
-from choros.parallel.rank_memory import StateBytes, log_memory
+from choros.parallel.rank_memory import log_memory
 from choros.parallel.reduce.slices import Holders, check_process_set
 from choros.training.host_gradients import tensor_of
 from choros.training.keras_internals import slice_variables
@@ -206,9 +206,9 @@ def _stateless_apply_in_slices(optimizer: Any, state: Sequence[Any], gradients: 
     return tuple(list(map(scope.get_current_value, variables)) for variables in (trained, optimizer.variables))
 
 
-def _state_bytes(optimizer: Any) -> StateBytes:
+def _state_bytes(optimizer: Any) -> tuple[int, int]:
     own, state = sum(map(nbytes, optimizer.variables)), cast(OptimizerReducer, reducer_of(optimizer)).state
-    return StateBytes(own, own if state is None else sum(nbytes(slot.outline) for slot in state.slots.whole))
+    return own, own if state is None else sum(nbytes(slot.outline) for slot in state.slots.whole)
 
 
 def trained_by(optimizer: Any) -> list[Any]:

@@ -10,7 +10,6 @@ from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
 from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
-from choros.training.accumulation import accumulation_steps
 from choros.training.device import placed
 from choros.training.distributed_optimizer import divide, reducer_of, wrap
 from choros.training.keras_internals.models import innermost, trained_variables
@@ -71,7 +70,7 @@ def DistributedOptimizer(
             compressor=compression,
             predivide_factor=gradient_predivide_factor,
             groups=_groups(groups if groups is not None else num_groups, base),
-            micro_batches=accumulation_steps(base, backward_passes_per_step),
+            micro_batches=_micro_batches(base, backward_passes_per_step),
             average_micro_batches=average_aggregated_gradients or backward_passes_per_step == 1,
             process_set=process_set,
         )
@@ -158,6 +157,25 @@ def _checked(optimizer: Any, process_set: ProcessSet) -> Any:
     if reducer_of(optimizer) or reducer_of(base):
         raise ConfigError("this optimizer is distributed already: wrap it only once.")
     return base
+
+
+def _micro_batches(optimizer: Any, backward_passes: int) -> int:
+    """Returns the number of micro-batches per update; sets Keras' accumulation if Horovod's argument requests it."""
+    own = optimizer.gradient_accumulation_steps
+    if backward_passes == 1:
+        return int(own or 1)
+    if own is not None:
+        raise ConfigError(
+            f"backward_passes_per_step={backward_passes} and the optimizer's own gradient_accumulation_steps={own} "
+            "both set gradient accumulation: pass only one of them."
+        )
+    if optimizer.built:
+        raise ConfigError(
+            "backward_passes_per_step needs an optimizer that has not been built: its accumulators are created with "
+            "the optimizer's other state. Create a new optimizer."
+        )
+    optimizer.gradient_accumulation_steps = backward_passes
+    return backward_passes
 
 
 def local_variables(layers: Any) -> list[Any]:

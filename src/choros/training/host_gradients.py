@@ -66,7 +66,7 @@ def host_call(
         *results, flagged = adapter.host_call(on_host, inputs, outputs)
     else:
         keeps = keeps or returned != layout
-        *results, flagged = adapter.host_update(on_host, inputs, outputs, replaced=len(returned), keeps=keeps)
+        *results, flagged = adapter.host_call(on_host, inputs, outputs, replaced=len(returned), keeps=keeps)
     return _joined(results, returned, adapter.from_rows), flagged
 
 

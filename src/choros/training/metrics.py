@@ -46,8 +46,7 @@ def global_metrics(model: Any, *, counted: bool = False) -> dict[str, Any]:
     arrays = keras.tree.flatten(results)
     # The same sums may differ in the last bit between ranks, and ranks must make identical decisions.
     values = np.concatenate([np.zeros(0), *(array.reshape(-1) for array in arrays)])
-    heirs = global_process_set.communicator.launched
-    (values,) = broadcast_arrays([values], 0, names=["metric results"], heirs=heirs)
+    (values,) = broadcast_arrays([values], 0, names=["metric results"])
     parts = np.split(values, np.cumsum([array.size for array in arrays]))
     same = [
         part.reshape(array.shape) if array.ndim else float(part[0]) for part, array in zip(parts, arrays, strict=False)
@@ -134,7 +133,7 @@ def _merged(metrics: Sequence[Any]) -> tuple[list[Any], list[Array], list[Array]
         chosen = [index for index, each in enumerate(rules) if each is rule]
         arrays = [own[index] for index in chosen]
         if rule is None:
-            reduced = broadcast_arrays(arrays, 0, names=["metrics"] * len(chosen), heirs=communicator.launched)
+            reduced = broadcast_arrays(arrays, 0, names=["metrics"] * len(chosen))
         else:
             reduced = communicator.grouped_allreduce(arrays, rule, name="metrics")
         for index, value in zip(chosen, reduced, strict=True):

@@ -435,7 +435,7 @@ class OptimizerReducer:
     def participation(
         self,
         variables: Sequence[Any],
-        on_update: Callable[[list[Gradient], Sequence[Any]], None] | None = None,
+        on_update: Callable[[list[Gradient], Sequence[Any]], None] = lambda *_: None,
         on_early: Callable[[list[tuple[Any, Any]]], None] = lambda _: None,
     ) -> Participation:
         """As ``GradientReducer.participation``; sparse ones may come, ``on_update`` gets those of others' steps, and
@@ -444,8 +444,7 @@ class OptimizerReducer:
 
         def update(reduced: list[Gradient]) -> None:
             self.ordering, self._is_first, self.has_begun = None, not self.has_begun, True
-            if on_update is not None:
-                on_update(reduced, self._of_results(reduced, variables))
+            on_update(reduced, self._of_results(reduced, variables))
 
         def early(layout: GradientLayout, reduced: list[Gradient]) -> None:
             on_early(self._accumulated(layout, reduced, variables))

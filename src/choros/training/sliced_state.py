@@ -280,7 +280,7 @@ class Slices:
         given += [self.variables[index].value for index in indices]  # whose memory is that of the results, where it may
         outputs = [ArraySpec(each.shape, each.dtype) for each in layout]
         keeps = keras.backend.backend() != "jax"
-        values = keras_arrays().host_update(on_host, given, outputs, len(indices), keeps=keeps)
+        values = keras_arrays().host_call(on_host, given, outputs, replaced=len(indices), keeps=keeps)
         for index, value in zip(indices, values, strict=True):
             self.variables[index].assign(value)
 

@@ -81,8 +81,7 @@ def broadcast_updates(
     adapter = adapter_of(values[0] if values else None)
 
     def on_host(hosts: Sequence[Any]) -> Sequence[Any]:
-        left = communicator.launched if heirs is None else heirs
-        return broadcast_arrays(hosts, root_rank, names=names, process_set=process_set, heirs=left)
+        return broadcast_arrays(hosts, root_rank, names=names, process_set=process_set, heirs=heirs)
 
     is_root = process_set.ranks[communicator.rank] == root_rank
     received = adapter.host_call(on_host, values, [adapter.spec(value) for value in values])

@@ -259,7 +259,7 @@ def _exchanged(step: ModelStep, value: Any, exchange: _Exchange, *, of_loss: boo
             examples, own = int(hosts[0]), float(hosts[1].reshape(-1)[0])
             factor = exchange(step.process_set.communicator, examples, own)
             if of_loss:
-                _weighted.note(step, lambda each: exchange(each, examples, own), factor)
+                _note(step, lambda each: exchange(each, examples, own), factor)
         return [np.asarray(factor, np.float32)]
 
     arrays = [keras.ops.convert_to_tensor(step.examples, "int32"), keras.ops.stop_gradient(value)]
@@ -288,39 +288,36 @@ def _of_divisor(communicator: Communicator, examples: int, divisor: float) -> fl
     return communicator.atomic(collective)
 
 
-@final
-class _WeightedLosses:
-    """The losses of the current step, in an elastic job: ranks may be lost after they were weighted for all of them."""
-
-    def __init__(self) -> None:
-        self._losses: list[tuple[ProcessSet, tuple[int, ...], Callable[[Communicator], float], float]] = []
-        self._step_ends = False
-
-    def note(self, step: ModelStep, exchange: Callable[[Communicator], float], factor: float) -> None:
-        """Notes a loss that was weighted by ``factor``, which ``exchange`` computes again."""
-        process_set = step.process_set
-        if not (process_set.communicator.elastic and step.trains):
-            return
-        if self._step_ends or len(self._losses) >= _MANY:
-            self._losses.clear()
-        self._step_ends = False
-        self._losses.append((process_set, process_set.communicator.launched, exchange, factor))
-
-    def correction(self) -> float:
-        """The gradients' factor; all ranks call it. A gradient does not tell losses apart: factors are averaged."""
-        self._step_ends = True
-        ratios = []
-        for process_set, launched, exchange, factor in self._losses:
-            communicator = process_set.communicator
-            if communicator.launched != launched:
-                new = exchange(communicator)
-                ratios.append(new / factor if factor else 1.0)
-        return sum(ratios) / len(ratios) if ratios else 1.0
+#: The losses of the current step, in an elastic job: ranks may be lost after they were weighted for all of them.
+_weighted: list[tuple[ProcessSet, tuple[int, ...], Callable[[Communicator], float], float]] = []
+_step_ends = False
 
 
-_weighted = _WeightedLosses()
-#: The factor of gradients whose loss was weighted for ranks of which some were lost since.
-correction = _weighted.correction
+def _note(step: ModelStep, exchange: Callable[[Communicator], float], factor: float) -> None:
+    """Notes a loss that was weighted by ``factor``, which ``exchange`` computes again."""
+    global _step_ends
+    process_set = step.process_set
+    if not (process_set.communicator.elastic and step.trains):
+        return
+    if _step_ends or len(_weighted) >= _MANY:
+        _weighted.clear()
+    _step_ends = False
+    _weighted.append((process_set, process_set.communicator.launched, exchange, factor))
+
+
+def correction() -> float:
+    """The factor of gradients whose loss was weighted for ranks of which some were lost since; all ranks call it. A
+    gradient does not tell losses apart: factors are averaged.
+    """
+    global _step_ends
+    _step_ends = True
+    ratios = []
+    for process_set, launched, exchange, factor in _weighted:
+        communicator = process_set.communicator
+        if communicator.launched != launched:
+            new = exchange(communicator)
+            ratios.append(new / factor if factor else 1.0)
+    return sum(ratios) / len(ratios) if ratios else 1.0
 
 
 # the user's own losses --------------------------------------------------------------------------

@@ -142,12 +142,7 @@ class MpiCommunicator(Communicator):
 
     engine = "mpi"
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        tuning: Tuning | None = None,
-        host: MPI.Intracomm | None = None,
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, tuning: Tuning | None = None, host: MPI.Intracomm | None = None) -> None:
         """Owns ``comm``, which ``close`` frees; ``host`` has those that share memory (``None``: MPI says)."""
         self.tuning = tuning or Tuning()
         super().__init__(comm.Get_rank(), range(comm.Get_size()))

@@ -15,7 +15,6 @@ from choros.distribute.scope import current_replica, in_fit
 from choros.distribute.types import ReduceOp
 from choros.errors import StrategyError
 from choros.parallel.reduce.plan import ReduceConfig
-from choros.training.accumulation import accumulation_steps
 from choros.training.device import placed
 from choros.training.distributed_optimizer import reducer_of, wrap
 from choros.training.keras_internals.models import global_seed_generator, innermost
@@ -40,7 +39,8 @@ def distribute_optimizer(
         return
 
     def configure() -> ReduceConfig:
-        return placed(ReduceConfig(micro_batches=accumulation_steps(innermost(optimizer), 1), compared_step=1))
+        steps = int(innermost(optimizer).gradient_accumulation_steps or 1)
+        return placed(ReduceConfig(micro_batches=steps, compared_step=1))
 
     def sum_over_devices(gradients: list[Any]) -> list[Any]:
         summed: list[Any] = replicas.all_reduce(ReduceOp.SUM, gradients)  # None stays None

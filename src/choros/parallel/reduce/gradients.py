@@ -153,6 +153,28 @@ def zeros_like(gradient: Any) -> Any:
     return gradient.layout.rows(0) if isinstance(gradient, SparseRows) else adapter_of(gradient).zeros_like(gradient)
 
 
+def squared_norm(gradients: Sequence[Gradient]) -> Any:
+    """The sum of the squares of all elements: a number, or on a device one of its framework.
+
+    >>> squared_norm([np.array([3.0, 4.0]), SparseRows(np.array([1, 1]), np.ones((2, 1)), shape=(2, 1))])
+    29.0
+    """
+    return sum((_squares(each) for each in gradients), 0.0)
+
+
+def _squares(gradient: Gradient) -> Any:
+    if isinstance(gradient, SparseRows):
+        gradient = gradient.merged().values
+    if isinstance(gradient, np.ndarray):
+        flat = gradient.reshape(-1)
+        flat = flat if flat.dtype in (np.float32, np.float64) else flat.astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # steps that overflow are left out
+            return float(np.dot(flat, flat))
+    adapter = adapter_of(gradient)
+    wide = adapter.cast(adapter.stop_gradient(gradient), np.dtype(np.float32))
+    return adapter.sum(wide * wide)
+
+
 def zeros_of(layout: GradientLayout, rank: int) -> list[Gradient]:
     """Returns zeros of what ``rank`` receives of ``layout``, in host memory."""
     return [

@@ -117,7 +117,7 @@ class LocalUpdates:
             state = [*self._weights, *self._velocities]
             names = [f"outer state {index} of {len(state)}" for index in range(len(state))]
             root = self.process_set.ranks[last]
-            state = broadcast_arrays(state, root, names=names, process_set=self.process_set)
+            state = broadcast_arrays(state, root, names=names, process_set=self.process_set, heirs=())
             self._weights, self._velocities = state[: len(weights)], state[len(weights) :]
         return self._copies()
 

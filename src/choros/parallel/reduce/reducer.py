@@ -29,12 +29,12 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Any, final
 
 import cloudpickle
 import numpy as np
 
-from choros.comm import ProcessSet, Reduction, Request, has_others
+from choros.comm import Communicator, ProcessSet, Reduction, Request, has_others
 from choros.comm.joining import Participation, join
 from choros.comm.membership import Membership
 from choros.errors import EngineError
@@ -43,9 +43,8 @@ from choros.observe.events import Kind
 from choros.observe.progress import page
 from choros.parallel.identical import Comparison
 from choros.parallel.reduce.exchange import Array
-from choros.parallel.reduce.gradients import Gradient, GradientLayout, layout_of, zeros_like, zeros_of
-from choros.parallel.reduce.measurement import NoiseMeasurement
-from choros.parallel.reduce.noise import NoiseProgress, publish
+from choros.parallel.reduce.gradients import Gradient, GradientLayout, layout_of, squared_norm, zeros_like, zeros_of
+from choros.parallel.reduce.noise import Contribution, Estimate, NoiseProgress, publish, updated
 from choros.parallel.reduce.plan import Plan, ReduceConfig, plan_for
 from choros.settings import current
 
@@ -117,7 +116,8 @@ class GradientReducer:
         #: In the current step; and as of the last one that has ended on all ranks, from which the next begins, also if
         #: a rank was lost and it is made again.
         self._progress = self._settled = _ReducerState(noise=NoiseProgress(current().noise_scale))
-        self._measurement: NoiseMeasurement | None = None  # of the noise scale, in the current step
+        #: In a measured step (``noise.py``), the squared norms of this rank's gradients, and of the sum.
+        self._norms: list[Any] | None = None
         #: The last step that has begun.
         self._begun = 0
         #: Returns the factor of gradients whose loss was weighted for ranks of which some were lost since.
@@ -242,38 +242,29 @@ class GradientReducer:
             self._correct()
         return communicator.atomic(collective, again=self._correct)
 
-    def join(
-        self,
-        layout: GradientLayout,
-        on_update: Callable[[list[Gradient]], None] | None = None,
-        alternatives: Sequence[GradientLayout] = (),
-    ) -> int | None:
+    def join(self, layout: GradientLayout, on_update: Callable[[list[Gradient]], None] = lambda _: None) -> int | None:
         """Participates with zeros until no rank has more batches; returns as ``last_active``. ``on_update`` is called
-        with what ``reduce`` would have returned for each. A rank that has computed no gradients gives ``alternatives``
-        to ``layout``, as it does not know which are sparse.
+        with what ``reduce`` would have returned for each.
         """
-        join(self.config.process_set.communicator, self.participation(layout, on_update, alternatives))
+        join(self.config.process_set.communicator, self.participation(layout, on_update))
         return self.last_active()
 
     def participation(
         self,
         layout: GradientLayout,
-        on_update: Callable[[list[Gradient]], None] | None = None,
+        on_update: Callable[[list[Gradient]], None] = lambda _: None,
         alternatives: Sequence[GradientLayout] = (),
         on_early: Callable[[GradientLayout, list[Gradient]], None] = lambda *_: None,
     ) -> Participation:
-        """Returns how a rank without batches participates; the arguments are those of ``join``. ``on_early`` is called
-        with what the others' ``reduce_early`` returns.
+        """Returns how a rank without batches participates; see ``join``. One that has computed no gradients gives
+        ``alternatives`` to ``layout``, as it does not know which are sparse. ``on_early`` is called with what the
+        others' ``reduce_early`` returns.
         """
         if self._plan is None:
             for each in (*alternatives, layout):
                 self.plan(each)
 
         received: dict[int, Gradient] = {}
-
-        def update(reduced: list[Gradient]) -> None:
-            if on_update is not None:
-                on_update(reduced)
 
         def begin(counts: Sequence[int], layout: GradientLayout, *, exchange: bool = True) -> Plan:
             plan = self._planned(layout)
@@ -282,10 +273,10 @@ class GradientReducer:
 
         def accumulate(counts: Sequence[int], layout: GradientLayout) -> None:
             begin(counts, layout, exchange=False).communicator.when_settled(self._settle)
-            update(zeros_of(layout, self.config.process_set.communicator.rank))
+            on_update(zeros_of(layout, self.config.process_set.communicator.rank))
 
         def exchange(counts: Sequence[int], layout: GradientLayout) -> None:
-            update(self._exchange(begin(counts, layout), None))
+            on_update(self._exchange(begin(counts, layout), None))
 
         def sum_first_bucket(counts: Sequence[int], layout: GradientLayout) -> None:
             begin(counts, layout)
@@ -301,7 +292,7 @@ class GradientReducer:
                 return
             received.update(zip(plan.indices[bucket], self._sum(plan, bucket, None), strict=True))
             if bucket == len(plan.indices) - 1:
-                update([received.pop(index) for index in sorted(received)])
+                on_update([received.pop(index) for index in sorted(received)])
 
         parts: dict[Request, Callable[[Sequence[int]], None]] = {}
         for plan in self._plans.values():
@@ -342,7 +333,7 @@ class GradientReducer:
         if membership != self._membership:
             self._membership, self._plans, self._plan = membership, {}, None
             self._settled = replace(self._settled, common_steps={})  # a new rank has counted none
-        self._progress, self._measurement, plan = self._settled, None, self._plan
+        self._progress, self._norms, plan = self._settled, None, self._plan
         if plan is None or layout != plan.layout:
             if layout not in self._plans:
                 if len(self._plans) == _PLANS:
@@ -370,7 +361,7 @@ class GradientReducer:
             again = layout in done.accumulated
             done = replace(done, noise=done.noise.begun(layout, self._weight, examples, again=again, exchange=exchange))
             if due and exchange and plan.measures:
-                self._measurement = NoiseMeasurement(done.noise, layout)
+                self._norms = [0.0, 0.0]
         if not exchange:
             accumulated = {**done.accumulated, layout: done.accumulated.get(layout, 0) + 1}
             self._progress = replace(done, batches=done.batches + 1, accumulated=accumulated)
@@ -423,9 +414,10 @@ class GradientReducer:
         self, plan: Plan, bucket: int, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None
     ) -> list[Gradient]:
         _emit(Kind.BUCKET_BEGUN, self._name, bucket=bucket, arrays=len(plan.indices[bucket]))
-        exchange, measurement = plan.exchanges[bucket], self._measurement
-        if measurement is not None:
-            measurement.add_own(gradients, math.prod(self._scales))
+        exchange, norms = plan.exchanges[bucket], self._norms
+        if norms is not None and gradients is not None:
+            factor = math.prod(self._scales)
+            norms[0] += squared_norm(gradients) * (factor * factor)
         # Infinities are detected by the loss scale: NumPy must not warn of them.
         with np.errstate(over="ignore", invalid="ignore"):
             if gradients is None or out is None:
@@ -433,12 +425,12 @@ class GradientReducer:
             else:
                 reduced = exchange.sum_into(out, gradients, *self._scales)
         _emit(Kind.BUCKET_DONE, self._name, bucket=bucket)
-        if measurement is not None:
-            measurement.add_sum(reduced)
+        if norms is not None:
+            norms[1] += squared_norm(reduced)
         if bucket == len(plan.indices) - 1:
-            if measurement is not None:
-                self._progress = replace(self._progress, noise=measurement.done(plan.communicator))
-                self._measurement = None
+            if norms is not None:
+                noise = _measured(self._progress.noise, plan.layout, norms, plan.communicator)
+                self._progress, self._norms = replace(self._progress, noise=noise), None
             _emit(Kind.STEP_DONE, self._name, step=self._progress.steps)
             plan.communicator.when_settled(self._settle)
         return reduced
@@ -452,6 +444,20 @@ class GradientReducer:
 def _emit(kind: Kind, name: str, **details: events.Detail) -> None:
     if kind in events.heard:
         events.emit(kind, name, **details)
+
+
+def _measured(
+    progress: NoiseProgress, layout: GradientLayout, norms: Sequence[Any], communicator: Communicator
+) -> NoiseProgress:
+    """After a step, gathers 64 bytes of each rank, in its section; ``norms``: of this rank's gradients, and of the sum.
+    Of the earlier estimates that with the most steps goes on, so that ranks that came later have the same.
+    """
+    share, earlier = progress.shares[layout], progress.estimates.get(layout, Estimate())
+    own = np.array([float(norms[0]), *share, *earlier], np.float64)
+    gathered = communicator.gather_bytes(own.view(np.uint8), [own.nbytes] * communicator.size)
+    rows = gathered.view(np.float64).reshape(communicator.size, -1).tolist()
+    before, shares = max(Estimate(*row[4:]) for row in rows), [Contribution(*row[1:4]) for row in rows]
+    return progress.measured(layout, updated(before, [row[0] for row in rows], shares, float(norms[1])))
 
 
 def _scales(plan: Plan, weight: float, *, same: bool) -> tuple[float, float]:

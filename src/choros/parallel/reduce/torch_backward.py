@@ -132,7 +132,7 @@ class BackwardExchange:
     def participate(
         self,
         parts: dict[Request, Callable[[Sequence[int]], None]],
-        on_update: Callable[[list[Gradient]], None] | None = None,
+        on_update: Callable[[list[Gradient]], None] = lambda _: None,
     ) -> None:
         """Adds to ``parts`` how this rank participates without gradients: see ``joining.join``. ``on_update`` is called
         with what the reducer returns.
