@@ -2,8 +2,9 @@
 trained on once, in a loop; with a momentum of 1, the optimizer's state is the sum of all gradients.
 
 Arguments: where ranks are killed, such as ``1@5,2@9``; ``replaced``: steps 20 and later wait until new ranks have taken
-their places; ``clipped``: gradients are clipped to a norm of half of theirs. Prints a line of JSON on each rank. New
-ranks, and those that are started again, are not killed.
+their places; ``clipped``: gradients are clipped to a norm of half of theirs; ``again``: rank 2 is killed, too, when the
+others are to receive weights, after the first loss. Prints a line of JSON on each rank. New ranks, and those that are
+started again, are not killed.
 """
 
 import json
@@ -17,6 +18,7 @@ import numpy as np
 
 import choros.keras as hvd
 from choros.comm import global_process_set
+from choros.training import elastic_state
 from choros.training.sliced_optimizer import whole_values
 
 ROWS, BATCH = 600, 12
@@ -30,6 +32,16 @@ optimizer = keras.optimizers.SGD(1.0, momentum=1.0, global_clipnorm=norm)
 optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum, shard_state=True)
 model.compile(optimizer, lambda y_true, y_pred: keras.ops.sum(y_pred))
 rows = np.eye(ROWS, dtype="float32")
+broadcast_variables = elastic_state.broadcast_variables
+
+
+def broadcast_or_die(*args, **given):
+    if "again" in sys.argv and number == 2 and hvd.size() < size:
+        os.kill(os.getpid(), signal.SIGKILL)
+    broadcast_variables(*args, **given)
+
+
+elastic_state.broadcast_variables = broadcast_or_die
 
 
 @hvd.elastic.run

@@ -103,7 +103,10 @@ class KerasState(VariablesState):
     def sync(self) -> None:
         """Sends the values and objects of rank 0 to all ranks, and each its slices of the optimizer's state."""
         if self.optimizer is not None and has_slices(self.optimizer) and global_process_set.communicator.elastic:
-            cut_anew(self.optimizer, self.model)
+            try:
+                cut_anew(self.optimizer, self.model)
+            finally:
+                super().save()  # if another rank is lost before all have received the rest, these slices are restored
         super().sync()
 
     def committed(self) -> Any:
