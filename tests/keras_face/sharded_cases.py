@@ -19,6 +19,8 @@ import pytest
 
 import choros.keras as hvd
 from choros.errors import ConfigError
+from choros.parallel.reduce.slices import gather_held
+from choros.training import sliced_state
 from choros.training.distributed_optimizer import reducer_of
 from choros.training.sliced_state import works_by_item
 from ranks.reference import of_one_rank
@@ -286,6 +288,31 @@ def case_backward_passes_per_step() -> None:
     model = fit(build(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), shard_state=True, **given))
     whole = fit(build(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), **given))
     assert_close(model.get_weights(), whole.get_weights(), 1e-6)
+
+
+def case_weights_are_gathered_once_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[Any] = []
+
+    def counted(*given: Any) -> Any:
+        gathered.append(given)
+        return gather_held(*given)
+
+    monkeypatch.setattr(sliced_state, "gather_held", counted)
+    for count, given in ((2, {}), (8, {"use_ema": True, "ema_overwrite_frequency": 3})):
+        optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, **given)
+        alone = keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, **given)
+        optimizer, weights = hvd.DistributedOptimizer(optimizer, shard_state=True), []
+        for each, ranks in ((optimizer, [hvd.rank()]), (alone, range(hvd.size()))):
+            trained = variables()
+            each.build(trained)
+            apply = _compiled(each, trained) if BACKEND == "jax" else each.apply
+            for step in range(8):
+                means = zip(*(gradients(step, rank) for rank in ranks), strict=True)
+                apply([keras.ops.convert_to_tensor(np.mean(mean, 0)) for mean in means], trained)
+            weights.append(list(map(host, trained)))
+        assert_close(*weights)
+        assert len(gathered) == count
+        gathered.clear()
 
 
 def case_moving_averages_take_their_place_at_the_end() -> None:

@@ -24,7 +24,7 @@ from choros.parallel.reduce.gradients import Ranges, SliceLayout
 from choros.parallel.reduce.slices import Holders, even_slices, gather_held, whole_slices
 from choros.training.host_gradients import dtype_of, is_embedding, keras_arrays, scaled
 from choros.training.keras_internals import slice_variables
-from choros.training.keras_internals.models import NEED_ALL, NEED_VARIABLES, MultiOptimizer, innermost
+from choros.training.keras_internals.models import NEED_ALL, NEED_VARIABLES, MultiOptimizer, apply_count, innermost
 
 #: Keras' optimizers that update each item by its own gradient and state.
 _BY_ITEM = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
@@ -96,6 +96,8 @@ class Slices:
         self.clipped: Sequence[Any] = ()
         self._ordering: Any = None
         self._overwrites = bool(getattr(innermost(optimizer), "ema_overwrite_frequency", None))
+        self._micro_batches = innermost(optimizer).gradient_accumulation_steps or 1
+        self._applied = apply_count(optimizer)
 
     def _follow(self) -> None:
         """Notes which members are lost."""
@@ -224,13 +226,13 @@ class Slices:
 
     def gather(self, begin: Callable[[], None], *, everything: bool = False) -> None:
         """Gives the variables of the update the items of all slice variables; then constraints apply. ``begin`` is
-        called on the host before.
+        called on the host before. After a micro-batch that is not the last, variables have not changed, and stay.
         """
         everything = everything or self._overwrites
         updated = self.ranges if everything else [index for index in self._updated if index in self.ranges]
         indices = sorted(updated)
         if indices:
-            self._gather(indices, begin)
+            self._gather(indices, begin, 1 if everything else self._micro_batches)
         for piece in self._cut_here:
             slice_variables.release(self.own[piece])
         for index in indices if self.by_item else ():
@@ -242,11 +244,15 @@ class Slices:
     def _cut_here(self) -> list[Piece]:
         return [piece for piece, own in self.own.items() if own is not self.variables[piece[0]]]
 
-    def _gather(self, indices: Sequence[int], begin: Callable[[], None]) -> None:
+    def _gather(self, indices: Sequence[int], begin: Callable[[], None], every: int) -> None:
+        """``every``: of so many micro-batches, the last one makes an update."""
         communicator = self.process_set.communicator
         layout = [self.layout(index) for index in indices]
         if keras.backend.backend() == "torch":
             values = [self.variables[index].value.detach() for index in indices]
+            if int(self._applied.value) % every:
+                self.seen = communicator.launched
+                return
             if _writable(values):  # the slice variables are parts of them
                 outs = [keras_arrays().to_host(value).reshape(-1) for value in values]
                 held = {
@@ -267,8 +273,12 @@ class Slices:
                     "this function was compiled before slices were cut anew for other ranks, and would update those of "
                     "before: compile it again when ranks have changed."
                 )
+            if int(hosts[1]) % every:
+                self.seen = communicator.launched
+                own = hosts[len(hosts) - len(indices) :]
+                return own if out is not None else [each.copy() for each in own]
             held = {number: [np.empty(0, each.dtype) for each in layout] for number in self.held}
-            for (place, (_, number)), host in zip(here, hosts[1:], strict=False):
+            for (place, (_, number)), host in zip(here, hosts[2:], strict=False):
                 held[number][place] = host.reshape(-1)
             begin()
             outs = None if out is None else [each.reshape(-1) for each in out]
@@ -276,7 +286,7 @@ class Slices:
             self.seen = communicator.launched
             return gathered
 
-        given = [self._padding.value, *(self.own[piece].value for _, piece in here)]
+        given = [self._padding.value, self._applied.value, *(self.own[piece].value for _, piece in here)]
         given += [self.variables[index].value for index in indices]  # whose memory is that of the results, where it may
         outputs = [ArraySpec(each.shape, each.dtype) for each in layout]
         keeps = keras.backend.backend() != "jax"
