@@ -275,6 +275,18 @@ def case_ranks_that_start_from_different_weights() -> None:
         model.fit(hvd.shard(data(), batch_size=BATCH), shuffle=False, verbose=0, callbacks=callbacks)
 
 
+def case_a_second_model_that_starts_from_different_weights() -> None:
+    """Of one optimizer for both, which train in turn."""
+    one, other = variables(), variables()
+    other[1].assign(np.full(33, float(hvd.rank()), "float32"))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), shard_state=True)
+    optimizer.build(one + other)
+    own = [keras.ops.convert_to_tensor(each) for each in gradients(0, hvd.rank())]
+    optimizer.apply(own, one)
+    with pytest.raises(Exception, match="before step 1, ranks have different values of 1 of 6 trained variables"):
+        optimizer.apply(own, other)
+
+
 def case_constraints_are_of_whole_weights() -> None:
     check_fit(lambda: keras.optimizers.SGD(0.05), make=lambda: build(keras.constraints.MaxNorm(0.7)))
 

@@ -33,6 +33,7 @@ ON_SOME = {
     "case_what_keras_checks": "torch",
     "case_few_trained_weights_of_many": "torch jax",
     "case_ranks_that_start_from_different_weights": "torch tensorflow",
+    "case_a_second_model_that_starts_from_different_weights": "torch tensorflow",
     "case_rows_of_an_embedding": "torch tensorflow",
 }
 ON_THREE = (

@@ -281,13 +281,13 @@ def _cut_anew(optimizer: Any) -> None:
             slices = Slices(inner, slices_of(optimizer).variables, process_set, reducer.local, holders)
             return slices, OptimizerSlots(inner, slices, state.slots.first)
 
-        holders, has_begun, values = object_of_first(
-            lambda: (slices_of(optimizer).holders, reducer.has_begun, undivided_values(optimizer))
+        holders, begun, values = object_of_first(
+            lambda: (slices_of(optimizer).holders, reducer.begun, undivided_values(optimizer))
         )
         if not holders.has(communicator.launched[communicator.rank]):  # this rank has joined since
             rebuild(optimizer, *cut(holders))
             assign_undivided(optimizer, values)
-            reducer.has_begun = has_begun
+            reducer.begun = begun
         while True:
             slices, slots = cut(Holders.now(communicator))
             parts: dict[int, Any] = {}

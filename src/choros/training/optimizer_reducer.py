@@ -102,9 +102,9 @@ class OptimizerReducer:
         self._due: Any = None
         #: A number that the reduction into slices has returned, before which nothing that follows may run.
         self.ordering: Any = None
-        #: Whether this update is the first, as the host says; and whether one was made.
+        #: Whether this update is the first of one of its variables, as the host says; and the indices of all so far.
         self._is_first: Any = False
-        self.has_begun = False
+        self.begun: frozenset[int] = frozenset()
         self._last: GradientReducer | None = None
 
     @cached_property
@@ -213,8 +213,15 @@ class OptimizerReducer:
             return False
         return keras_arrays().is_symbolic([self._due]) or bool(self._due)
 
+    def _begin(self, variables: Sequence[Any]) -> bool:
+        """Notes an update in slices of these variables; returns whether it is the first of any of them."""
+        before = self.begun
+        if self.slices is not None:
+            self.begun = before.union(map(self.slices.index_of, variables))
+        return self.begun != before
+
     def check_start(self, variables: Sequence[Any]) -> None:
-        """Before the first update in slices, checks that all ranks have the same variables: each would give the others
+        """Before their first update in slices, checks that all ranks have the same variables: each would give others
         its own items, and no later comparison could tell.
         """
         first, arrays = self._is_first, keras_arrays()
@@ -303,7 +310,7 @@ class OptimizerReducer:
             else:
                 exchange = (int(micro_batches) + 1) % config.micro_batches == 0
                 reduced = reducer.reduce(gradients, examples=int(examples), exchange=exchange, layout=layout)
-            self._due, self._is_first, self.has_begun = reducer.due is not None, not self.has_begun, True
+            self._due, self._is_first = reducer.due is not None, self._begin(variables)
             return reduced
         if config.bucket_bytes is not None:
             return self._reduce_buckets(reducer, gradients, layout, examples)
@@ -317,7 +324,7 @@ class OptimizerReducer:
 
         numbers, flag = (micro_batches, examples), lambda: reducer.due is not None
         if slices is not None:
-            return self._reduce_slices(slices, on_host, numbers, gradients, layout, flag)
+            return self._reduce_slices(slices, on_host, numbers, gradients, variables, layout, flag)
         keeps = reducer.may_repeat or (_on_torch() and not are_replaceable(gradients, [v.value for v in variables]))
         reduced, self._due = host_call(on_host, numbers, gradients, layout, config.device, flag, keeps=keeps)
         return reduced
@@ -328,6 +335,7 @@ class OptimizerReducer:
         reduce: Callable[[Sequence[Array], list[Gradient], Sequence[Array] | None], list[Gradient]],
         numbers: Sequence[Any],
         gradients: list[Any],
+        variables: list[Any],
         layout: GradientLayout,
         flag: Callable[[], bool],
     ) -> list[Any]:
@@ -341,8 +349,7 @@ class OptimizerReducer:
                     del own[index]
 
         def flags() -> int:
-            first, self.has_begun = not self.has_begun, True
-            return int(flag()) + 2 * first
+            return int(flag()) + 2 * self._begin(variables)
 
         def on_host(hosts: Sequence[Array], given: list[Gradient], out: Sequence[Array] | None) -> list[Gradient]:
             targets = None
@@ -443,8 +450,9 @@ class OptimizerReducer:
         """
 
         def update(reduced: list[Gradient]) -> None:
-            self.ordering, self._is_first, self.has_begun = None, not self.has_begun, True
-            on_update(reduced, self._of_results(reduced, variables))
+            trained = self._of_results(reduced, variables)
+            self.ordering, self._is_first = None, self._begin(trained)
+            on_update(reduced, trained)
 
         def early(layout: GradientLayout, reduced: list[Gradient]) -> None:
             on_early(self._accumulated(layout, reduced, variables))

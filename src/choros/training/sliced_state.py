@@ -139,7 +139,8 @@ class Slices:
         """
         return [*self.own.values(), self._padding]
 
-    def _index_of(self, variable: Any) -> int:
+    def index_of(self, variable: Any) -> int:
+        """The index of one of the ``variables``."""
         if id(variable) not in self._indices:
             raise ConfigError(
                 f"{getattr(variable, 'path', variable.name)} is none of the {len(self.variables)} variables for which "
@@ -149,11 +150,11 @@ class Slices:
 
     def is_divided(self, variable: Any) -> bool:
         """Whether ranks have slices of ``variable``: else each trains it alone."""
-        return self._index_of(variable) in self.ranges
+        return self.index_of(variable) in self.ranges
 
     def layout_of(self, variable: Any) -> SliceLayout | None:
         """How the gradient of ``variable`` is divided; ``None`` if each rank receives it whole."""
-        index = self._index_of(variable)
+        index = self.index_of(variable)
         return self.layout(index) if index in self.ranges and not self.receives_whole else None
 
     def layout(self, index: int) -> SliceLayout:
@@ -163,7 +164,7 @@ class Slices:
 
     def pieces_of(self, variable: Any) -> list[Piece]:
         """This rank's pieces of ``variable``."""
-        index = self._index_of(variable)
+        index = self.index_of(variable)
         return [piece for number in (ALONE, *self.held) if (piece := (index, number)) in self.own]
 
     def cut(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Mapping[Piece, Any] | None]:
@@ -210,7 +211,7 @@ class Slices:
         pair is that of the padding. Collectives of a TensorFlow graph are in the order of what they compute with: the
         padding's gradient, of zeros, is computed from ``after``, a number that the reduction has returned.
         """
-        indices = list(map(self._index_of, variables))
+        indices = list(map(self.index_of, variables))
         self._updated = [index for index, each in zip(indices, gradients, strict=True) if each is not None]
         pairs = [(each, self.own[piece]) for own in gradients if own is not None for piece, each in own.items()]
         zeros = keras.ops.zeros(self._padding.shape)
