@@ -3,8 +3,8 @@ trained on once, in a loop; with a momentum of 1, the optimizer's state is the s
 
 Arguments: where ranks are killed, such as ``1@5,2@9``; ``replaced``: steps 20 and later wait until new ranks have taken
 their places; ``clipped``: gradients are clipped to a norm of half of theirs; ``again``: rank 2 is killed, too, when the
-others are to receive weights, after the first loss. Prints a line of JSON on each rank. New ranks, and those that are
-started again, are not killed.
+others are to receive weights, after the first loss; ``two``: another optimizer has slices, too. Prints a line of JSON
+on each rank. New ranks, and those that are started again, are not killed.
 """
 
 import json
@@ -31,6 +31,9 @@ norm = BATCH**0.5 / 2 if "clipped" in sys.argv else None
 optimizer = keras.optimizers.SGD(1.0, momentum=1.0, global_clipnorm=norm)
 optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum, shard_state=True)
 model.compile(optimizer, lambda y_true, y_pred: keras.ops.sum(y_pred))
+if "two" in sys.argv:
+    model.second = hvd.DistributedOptimizer(keras.optimizers.Adam(0.0), shard_state=True)
+    model.second.build(model.trainable_variables)
 rows = np.eye(ROWS, dtype="float32")
 broadcast_variables = elastic_state.broadcast_variables
 
@@ -56,6 +59,8 @@ def train(state):
         first = state.step * BATCH
         own = rows[first : first + BATCH][hvd.rank() :: hvd.size()]
         model.train_on_batch(own, np.zeros((len(own), 1), "float32"))
+        if "two" in sys.argv:
+            model.second.apply([keras.ops.ones((ROWS, 1))], model.trainable_variables)
         state.step += 1
         state.commit()
 
@@ -64,6 +69,9 @@ train(hvd.elastic.KerasState(model, step=0))
 held = sum(np.prod(each.shape) for each in optimizer.variables if each.ndim)
 whole = list(whole_values(optimizer))
 counts = -next(each for each in whole if each.ndim == 2)[:, 0]
+if "two" in sys.argv:
+    momentum = next(each for each in whole_values(model.second) if each.ndim == 2)
+    np.testing.assert_allclose(momentum, 1 - 0.9 ** (ROWS // BATCH), rtol=1e-5)
 report = {
     "number": number,
     "size": hvd.size(),

@@ -12,6 +12,7 @@ import choros.keras as hvd
 from choros.elastic.state import ObjectState
 from choros.errors import ConfigError
 from choros.parallel.objects import allgather_object, object_of_first
+from choros.training.sliced_optimizer import whole_values
 
 X = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
 Y = X @ np.ones((3, 1), "float32")
@@ -126,6 +127,34 @@ def case_commits_change_nothing_for_a_rank_without_batches():
 
     for shard_state in (False, True):
         assert_same(trained(1, shard_state=shard_state), trained(shard_state=shard_state))
+
+
+def case_a_commit_has_the_state_of_all_optimizers():
+    def with_two_optimizers() -> Any:
+        own = keras.Sequential([keras.Input((3,)), keras.layers.Dense(300, kernel_initializer="zeros")])
+        first, own.second = (hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), shard_state=True) for _ in range(2))
+        own.compile(first, "mse")
+        for each in (first, own.second):
+            each.build(own.trainable_variables)
+        return own
+
+    def whole(own: Any) -> list[Any]:
+        return [each for optimizer in (own.optimizer, own.second) for each in whole_values(optimizer)]
+
+    trained, started_again = with_two_optimizers(), with_two_optimizers()
+    own = [keras.ops.ones(each.shape) * (hvd.rank() + 1) for each in trained.trainable_variables]
+    trained.optimizer.apply(own, trained.trainable_variables)
+    trained.second.apply([2 * each for each in own], trained.trainable_variables)
+    committed = object_of_first(hvd.elastic.KerasState(trained).committed)
+    state = hvd.elastic.KerasState(started_again)
+    state.use(committed)
+    state.restore()
+    assert_same(whole(started_again), whole(trained))
+    assert_same(started_again.get_weights(), trained.get_weights())
+    started_again.third = keras.optimizers.Adam(0.1)
+    started_again.third.build(started_again.trainable_variables)
+    with pytest.raises(ConfigError, match="has the state of 2 optimizers, and 3 are built"):
+        state.use(committed)
 
 
 def case_a_model_without_variables_is_an_error():
@@ -276,6 +305,10 @@ def case_tensorflow_states():
     of_model = hvd.elastic.TensorFlowKerasState(own, own.optimizer, batch=hvd.rank())
     of_model.sync()
     assert_same_on_all_ranks(values(own))
+    own.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), shard_state=True), "mse")
+    own.optimizer.build(own.trainable_variables)
+    with pytest.raises(ConfigError, match="TensorFlowState was given variables of an optimizer with shard_state"):
+        hvd.elastic.TensorFlowState(own.variables + own.optimizer.variables)
 
 
 def case_jax_parameters_are_objects():

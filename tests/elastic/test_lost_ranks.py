@@ -488,6 +488,7 @@ def test_a_schedule_of_deaths_in_slices(seed):
         pytest.param("tensorflow", ["0@7,2@9", "replaced", "clipped"], [0, 1, 2, 3], marks=pytest.mark.nightly),
         ("jax", ["1@5", "clipped"], [0, 2, 3]),
         ("torch", ["1@5", "again"], [0, 3]),
+        ("torch", ["1@5,2@9", "two"], [0, 3]),
     ],
 )
 def test_slices_in_a_function_of_elastic_run(framework, arguments, left):

@@ -22,6 +22,7 @@ from choros.elastic.state import ObjectState, State
 from choros.errors import ConfigError, HostsUpdatedInterrupt
 from choros.parallel.horovod import HorovodInternalError
 from choros.training.elastic_state import KerasState, VariablesState
+from choros.training.variables import OF_SLICE
 
 __all__ = [
     "HorovodInternalError",
@@ -61,7 +62,8 @@ class TensorFlowState(VariablesState):
         kwargs: further objects, such as ``batch=0``.
 
     Raises:
-        ConfigError: there are no variables; in eager code TensorFlow has no list of all.
+        ConfigError: there are no variables; in eager code TensorFlow has no list of all. Or some are those of an
+            optimizer with ``shard_state=True``, of which each rank has its own.
 
     Example:
         >>> import tensorflow as tf, choros.tensorflow as hvd
@@ -74,6 +76,11 @@ class TensorFlowState(VariablesState):
         del session
         if not variables:
             raise ConfigError("TensorFlowState needs the variables, such as model.variables: eager code has no others.")
+        if any(hasattr(variable, OF_SLICE) for variable in variables):
+            raise ConfigError(
+                "TensorFlowState was given variables of an optimizer with shard_state=True, of which each rank has its "
+                "own slices: use TensorFlowKerasState(model, optimizer), or leave shard_state out."
+            )
         self.variables = list(variables)
         super().__init__(**kwargs)
 

@@ -12,7 +12,7 @@ from choros.elastic.state import ObjectState, State
 from choros.errors import ConfigError, HostsUpdatedInterrupt
 from choros.training.distributed_optimizer import commit_together, cut_anew, reduce_early, reducer_of
 from choros.training.keras_internals.fit import drop_jax_state
-from choros.training.keras_internals.models import is_built
+from choros.training.keras_internals.models import is_built, optimizers_of
 from choros.training.sliced_optimizer import assign_whole, has_slices, whole_values
 from choros.training.trainer import model_variables
 from choros.training.variables import broadcast_variables, value_of
@@ -97,43 +97,56 @@ class KerasState(VariablesState):
 
     def save(self) -> None:
         """Copies the values and the objects; the gradients of micro-batches since the last update are among them."""
-        reduce_early(self.optimizer)
+        for each in self._optimizers:
+            reduce_early(each)
         super().save()
 
     def sync(self) -> None:
-        """Sends the values and objects of rank 0 to all ranks, and each its slices of the optimizer's state."""
-        if self.optimizer is not None and has_slices(self.optimizer) and global_process_set.communicator.elastic:
+        """Sends the values and objects of rank 0 to all ranks, and each its slices of the optimizers' state."""
+        sliced = [each for each in self._optimizers if has_slices(each)]
+        if sliced and global_process_set.communicator.elastic:
             try:
-                cut_anew(self.optimizer, self.model)
+                for each in sliced:
+                    cut_anew(each, self.model)
             finally:
                 super().save()  # if another rank is lost before all have received the rest, these slices are restored
         super().sync()
 
+    @property
+    def _optimizers(self) -> list[Any]:
+        """The optimizers that are built; a model may have several."""
+        every = {id(each): each for each in (self.optimizer, *optimizers_of(self.model)) if each is not None}
+        return [each for each in every.values() if each.built]
+
     def committed(self) -> Any:
-        """Returns the values and the objects; the optimizer's are those of one process."""
-        given = super().committed()
-        if self.optimizer is None:
-            return given
-        own = set(map(id, self.optimizer.variables))
+        """Returns the values and the objects; the optimizers' are those of one process."""
+        given, optimizers = super().committed(), self._optimizers
+        own = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
         values = [
             each for variable, each in zip(self.tracked(), given["values"], strict=True) if id(variable) not in own
         ]
-        return {**given, "values": values, "optimizer": list(whole_values(self.optimizer))}
+        return {**given, "values": values, "optimizers": [list(whole_values(each)) for each in optimizers]}
 
     def use(self, committed: Any) -> None:
         """Takes them."""
-        if self.optimizer is not None:
-            variables = self.tracked()
-            assign_whole(self.optimizer, committed["optimizer"])
-            own, others = set(map(id, self.optimizer.variables)), iter(committed["values"])
-            values = [host_value(each) if id(each) in own else next(others) for each in variables]
-            committed = {**committed, "values": values}
-        super().use(committed)
+        variables, optimizers, states = self.tracked(), self._optimizers, committed["optimizers"]
+        if len(optimizers) != len(states):
+            raise ConfigError(
+                f"the commit has the state of {len(states)} optimizers, and {len(optimizers)} are built: build all "
+                "optimizers of the model before its state is created."
+            )
+        for optimizer, values in zip(optimizers, states, strict=True):
+            assign_whole(optimizer, values)
+        own = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
+        others = iter(committed["values"])
+        values = [host_value(each) if id(each) in own else next(others) for each in variables]
+        super().use({**committed, "values": values})
 
     def restore(self) -> None:
         """Sets the values and the objects, and forgets micro-batches since."""
-        if (reducer := reducer_of(self.optimizer)) is not None:
-            reducer.reducer.forget_accumulated()
+        for each in self._optimizers:
+            if (reducer := reducer_of(each)) is not None:
+                reducer.reducer.forget_accumulated()
         drop_jax_state(self.model)
         super().restore()
 
@@ -142,7 +155,8 @@ class KerasState(VariablesState):
         try:
             super().check_host_updates()
         except HostsUpdatedInterrupt:
-            reduce_early(self.optimizer)  # a new rank takes no part in it
+            for each in self._optimizers:
+                reduce_early(each)  # a new rank takes no part in it
             raise
 
     def tracked(self) -> Sequence[Any]:
