@@ -7,8 +7,10 @@ for bit where they work item by item, and with plain Keras given the mean gradie
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 
 import choros.keras as hvd
+from choros.comm.members import KEPT_STEPS
 from choros.errors import ConfigError
 from choros.parallel.reduce.slices import gather_held
 from choros.training import sliced_state
@@ -465,6 +468,22 @@ def case_clipped_gradients_of_another_dtype() -> None:
         moved = np.asarray(1 - keras.ops.convert_to_numpy(keras.ops.cast(trained[0].value, "float32")))
         norm = np.linalg.norm(moved) * (2**0.5 if "global_clipnorm" in given else 1)
         np.testing.assert_allclose(norm, 0.1, rtol=0.3)
+
+
+def case_dropped_optimizers_are_freed() -> None:
+    def train(steps: int) -> weakref.ref[Any]:
+        trained = variables()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), shard_state=True)
+        for step in range(steps):
+            optimizer.apply([keras.ops.convert_to_tensor(each) for each in gradients(step, 0)], trained)
+        return weakref.ref(trained[0])
+
+    variable = train(1)
+    gc.collect()
+    assert variable() is not None  # other ranks may ask for its state
+    train(KEPT_STEPS)
+    gc.collect()
+    assert variable() is None
 
 
 def case_a_process_set() -> None:

@@ -31,6 +31,7 @@ ON_SOME = {
     "case_an_optimizer_that_was_built_before": "torch",
     "case_clipped_gradients_of_another_dtype": "tensorflow",
     "case_what_keras_checks": "torch",
+    "case_dropped_optimizers_are_freed": "torch tensorflow",
     "case_few_trained_weights_of_many": "torch jax",
     "case_ranks_that_start_from_different_weights": "torch tensorflow",
     "case_a_second_model_that_starts_from_different_weights": "torch tensorflow",

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import choros.torch as hvd
+from choros.comm.members import KEPT_STEPS
 from choros.errors import ConfigError, DriftError, MismatchError
-from choros.torch.sliced_state import _KEPT_STEPS
 
 STEPS = 20
 Make = Callable[..., torch.optim.Optimizer]
@@ -728,7 +728,7 @@ def case_dropped_optimizers_are_freed() -> None:
     optimizer = sharded(SGD, model)
     gc.collect()
     assert weight() is not None  # other ranks may ask for its state
-    train(model, optimizer, steps=range(_KEPT_STEPS + 1))
+    train(model, optimizer, steps=range(KEPT_STEPS + 1))
     gc.collect()
     assert weight() is None
 

@@ -3,7 +3,6 @@
 import json
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -41,6 +40,8 @@ NEWCOMER = 2
 LEAVES = 4
 #: What a rank that has joined knows of the others' request: nothing, nothing but how to learn it, or all.
 UNKNOWN, LEARNS, KNOWN = range(3)
+#: What a rank serves is kept for others that ask for it later: for so many steps.
+KEPT_STEPS = 64
 
 _ADMISSION = Request("admission")
 #: When ranks that have asked for different collectives tell each other again what they wait for.
@@ -63,11 +64,30 @@ class _LostWhileServed(MemberLost):
     """So did another rank's request, which all members have settled."""
 
 
+@final
+class _Recent:
+    """What a rank serves in its last steps, also if its script has no reference to it any more."""
+
+    def __init__(self) -> None:
+        self._last: dict[object, int] = {}
+        self._steps = 0
+
+    def add(self, served: object) -> None:
+        self._steps += 1
+        self._last[served] = self._steps
+        for each in [each for each, step in self._last.items() if step <= self._steps - KEPT_STEPS]:
+            del self._last[each]
+
+    def clear(self) -> None:
+        self._last.clear()
+
+
 class Members(Primitives):
     """What collectives are made of: agreement of all members, before data moves and after it, and moves that count.
 
     Attributes:
         scratch: the memory in which chunks are packed.
+        kept: what this rank serves of late, until it leaves the job.
         not_joined: the members that had not joined at the last collective, if others had, as the launcher numbers them.
     """
 
@@ -81,8 +101,7 @@ class Members(Primitives):
         #: Whether others serve the present unit, wherever they are: what is noticed then is noticed with the next one.
         self._is_served = False
         self._served: dict[int, weakref.WeakMethod[Callable[[int], object]]] = {}
-        #: What this rank serves of late, also if its script has no reference to it any more; until it leaves the job.
-        self.kept: deque[object] = deque(maxlen=4)
+        self.kept = _Recent()
         #: Why this rank cannot communicate any more.
         self._over = ""
         #: The error of this rank that the others know.

@@ -43,8 +43,6 @@ from choros.torch.division import DividedParameter, ParameterDivider, State, par
 from choros.torch.messages import decoded, encoded_or_refused
 
 _ATTRIBUTE = "_choros_slices"
-#: The optimizers in use are kept, for ranks that ask for their state later: those with one of the last steps.
-_KEPT_STEPS = 64
 _arrays = TorchArrays()
 
 
@@ -105,7 +103,7 @@ class ParameterSlices:
         self._own_gradients: list[tuple[Any, Any]] = []
         self._updated: list[Any] = []
         self._serve()
-        _recent.add(self)
+        self.process_set.communicator.kept.add(self)
 
     def _serve(self) -> None:
         """Lets the ranks that there are now ask this one for its slice."""
@@ -195,7 +193,7 @@ class ParameterSlices:
             if own is not None and own is not parameter:
                 own.grad = None
         self._gather()
-        _recent.add(self)
+        self.process_set.communicator.kept.add(self)
 
     def restore(self) -> None:
         """Puts the parameters back into the groups, also if ``step`` has failed."""
@@ -334,22 +332,6 @@ class ParameterSlices:
         self.settle(optimizer)  # of parts that are cut already
 
 
-@final
-class _Recent:
-    """Those that are kept although their optimizers may be gone: of the last steps."""
-
-    def __init__(self) -> None:
-        self._last: dict[ParameterSlices, int] = {}
-        self._steps = 0
-
-    def add(self, slices: ParameterSlices) -> None:
-        self._steps += 1
-        self._last[slices] = self._steps
-        for each in [each for each, step in self._last.items() if step <= self._steps - _KEPT_STEPS]:
-            del self._last[each]
-
-
-_recent = _Recent()
 #: How many there were with this text in this process set.
 _created: Counter[tuple[int | None, int, str]] = Counter()
 
