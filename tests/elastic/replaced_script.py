@@ -5,7 +5,7 @@ Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@
 ``waits``: the others wait in the middle of the epoch for a new rank; ``validates``: ranks are killed at the end of the
 first validation, before the others wait for new ones; ``joined``: rank 0 is killed while it takes a new
 rank in, and the loss has a second part, a mean; ``joins:FILE``: the first new rank is killed while it joins, and
-creates this file. FIT_MOMENTUM as in ``fit_script.py``.
+creates this file; ``built``: the optimizer is built before ranks have slices of it. FIT_MOMENTUM as in ``fit_script.py``.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import choros.distribute as dist
 import choros.keras as hvd
 from choros.comm import NEWCOMER, global_process_set
 from choros.comm.engines import mpi
-from choros.training.sliced_optimizer import whole_values
+from choros.training.sliced_optimizer import state_of, whole_values
 
 ROWS, BATCH = 203, 16
 api, kills = sys.argv[1], dict(tuple(map(int, each.split("@"))) for each in sys.argv[2].split(",") if each)
@@ -100,6 +100,8 @@ with strategy.scope() if strategy else contextlib.nullcontext():
         outputs += [keras.layers.Dense(1, name="mean")(given)]
         losses += ["mse"]
     model = keras.Model(given, outputs)
+    if "built" in sys.argv:
+        optimizer.build(model.trainable_variables)
     optimizer = optimizer if strategy else hvd.DistributedOptimizer(optimizer)
     model.compile(optimizer, losses, metrics=[[Rows(name="rows")], *[[]] * (len(outputs) - 1)])
 rows, zeros = np.eye(ROWS, dtype="float32"), np.zeros((ROWS, 1), "float32")
@@ -118,6 +120,7 @@ history = model.fit(**data, epochs=1000, verbose=0, callbacks=callbacks, validat
 counts = -model.get_weights()[0][:, 0]
 if "FIT_MOMENTUM" in os.environ:
     counts = -next(each for each in whole_values(model.optimizer) if each.ndim == 2)[:, 0]
+assert "built" not in sys.argv or not state_of(model.optimizer).held
 epochs = len(history.history["loss"]) + before
 report = {
     "rank": hvd.rank(),

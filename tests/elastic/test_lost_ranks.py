@@ -466,6 +466,10 @@ def test_a_new_rank_receives_its_slices(framework, more, sharded):
     assert new_ranks_of_fit(framework, "strategy", kills, "-np", 3, more=more) == {1}
 
 
+def test_a_new_rank_in_slices_releases_the_whole_state_that_it_came_with(sharded):
+    assert new_ranks_of_fit("torch", "horovod", "1@5", "-np", 3, more=["built"]) == {1}
+
+
 def test_a_job_in_slices_grows(sharded):
     assert new_ranks_of_fit("torch", "strategy", "", "-H", "localhost:4", "-np", 1, "--max-np", 3) == {1, 2}
 

@@ -287,7 +287,7 @@ def _cut_anew(optimizer: Any) -> None:
         if not holders.has(communicator.launched[communicator.rank]):  # this rank has joined since
             rebuild(optimizer, *cut(holders))
             assign_undivided(optimizer, values)
-            reducer.begun = begun
+            reducer.begun, state.held = begun, ()
         while True:
             slices, slots = cut(Holders.now(communicator))
             parts: dict[int, Any] = {}
