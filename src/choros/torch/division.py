@@ -125,6 +125,11 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def trained(optimizer: Any) -> list[Any]:
+    """The parameters that are not frozen now."""
+    return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+
+
 def state_of_all(optimizer: Any) -> State:
     """The state of an optimizer that belongs to no parameter."""
     return {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}

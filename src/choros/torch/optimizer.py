@@ -29,10 +29,11 @@ from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.slices import check_process_set
 from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.settings import current
+from choros.torch.division import trained
 from choros.torch.sliced_state import slice_state, slices_of, whole_state
 from choros.torch.sliced_step import SlicedStep
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
-from choros.torch.step_hooks import ChangeHook, GradientHook, is_within_step, trained
+from choros.torch.step_hooks import ChangeHook, GradientHook, is_within_step
 
 T = TypeVar("T")
 _ATTRIBUTE = "_choros_gradient_hook"

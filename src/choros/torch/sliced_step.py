@@ -20,6 +20,7 @@ from choros.comm import Request
 from choros.parallel.identical import Comparison
 from choros.parallel.reduce.gradients import Gradient
 from choros.parallel.reduce.torch_backward import BackwardExchange, compare_parameters
+from choros.torch.division import trained
 from choros.torch.messages import decoded, encoded
 from choros.torch.sliced_state import ParameterSlices, settings_of, use_settings
 
@@ -48,14 +49,15 @@ class SlicedStep:
     def _request(self) -> Request:
         return Request("settings of the optimizer", self.slices.text, self.slices.name)
 
-    def scatter(self, optimizer: Any, parameters: Sequence[Any]) -> None:
-        """Reduces the gradients of ``parameters``, of which this rank receives its items."""
+    def scatter(self, optimizer: Any) -> None:
+        """Reduces the gradients, of which this rank receives its items."""
+        parameters = trained(optimizer)
         self.slices.divide(optimizer)
         self._items = self._exchange.scatter(parameters, [parameter.grad for parameter in parameters])
 
-    def begin(self, optimizer: Any, parameters: Sequence[Any]) -> None:
-        """Prepares for the update of this rank's slices of ``parameters``, whose gradients are whole, or scattered."""
-        items, self._items = self._items, None
+    def begin(self, optimizer: Any) -> None:
+        """Prepares for the update of this rank's slices of the parameters, whose gradients are whole, or scattered."""
+        parameters, items, self._items = trained(optimizer), self._items, None
         self._active = () if self._has_joined else self._communicator.not_joined
         if self._active:
             whole = None if items is not None else [parameter.grad for parameter in parameters]
@@ -77,15 +79,10 @@ class SlicedStep:
         """Forgets the gradients of a step that is not made."""
         self._items, self._received = None, []
 
-    def participate(
-        self,
-        optimizer: Any,
-        trained: Callable[[], Sequence[Any]],
-        parts: dict[Request, Callable[[Sequence[int]], None]],
-    ) -> None:
+    def participate(self, optimizer: Any, parts: dict[Request, Callable[[Sequence[int]], None]]) -> None:
         """Adds to ``parts`` how this rank participates without batches: see ``joining.join``."""
         self._exchange.participate(parts, partial(setattr, self, "_received"))
-        parts[self._request] = partial(self._follow, optimizer, trained)
+        parts[self._request] = partial(self._follow, optimizer)
 
     def _announce(self, optimizer: Any, gradients: Sequence[Any] | None, sender: int) -> None:
         """Tells ranks that have joined what they need for the update; the first that has not joined sends it."""
@@ -103,14 +100,14 @@ class SlicedStep:
         shared = self._communicator.gather_bytes(np.frombuffer(message, np.uint8), list(lengths))
         return bytes(shared.tobytes())
 
-    def _follow(self, optimizer: Any, trained: Callable[[], Sequence[Any]], lengths: Sequence[int]) -> None:
+    def _follow(self, optimizer: Any, lengths: Sequence[int]) -> None:
         """The part of a rank that has joined: it makes the step."""
         heard = decoded(self._share(b"", lengths))
         use_settings(optimizer, heard["settings"])
         if heard["gradients"] is None:
             self._items = self._exchange.items_of(self._received)
         else:
-            self._items = self._cut(trained(), heard["gradients"])
+            self._items = self._cut(trained(optimizer), heard["gradients"])
 
         def step() -> None:
             active, self._has_joined = self._communicator.not_joined, True

@@ -18,6 +18,7 @@ from choros.parallel.compression import Compressor
 from choros.parallel.ops import grouped_allreduce
 from choros.parallel.rank_memory import log_memory
 from choros.parallel.reduce.torch_backward import BackwardExchange
+from choros.torch.division import trained
 from choros.torch.sliced_step import ADVICE, SlicedStep
 
 _NOT_AGAIN = (
@@ -68,7 +69,7 @@ class GradientHook:
         if self._sliced is None:
             self.reduce(optimizer)
         else:
-            self._sliced.scatter(optimizer, trained(optimizer))
+            self._sliced.scatter(optimizer)
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Torch's pre-hook of ``step``, whose arguments it may replace: by a closure that also reduces gradients."""
@@ -89,7 +90,7 @@ class GradientHook:
     def _begin_update(self, optimizer: Any) -> None:
         self._reduced = False
         if self._sliced is not None:
-            self._sliced.begin(optimizer, trained(optimizer))
+            self._sliced.begin(optimizer)
 
     def after_step(self, optimizer: Any) -> None:
         """Once, ranks compare their parameters."""
@@ -123,7 +124,7 @@ class GradientHook:
     def participate(self, optimizer: Any, parts: dict[Request, Callable[[Sequence[int]], None]]) -> None:
         """Adds to ``parts`` how this rank participates without batches: see ``joining.join``."""
         if self._sliced is not None:
-            self._sliced.participate(optimizer, partial(trained, optimizer), parts)
+            self._sliced.participate(optimizer, parts)
         elif self.exchange is not None:
             self.exchange.participate(parts)
 
@@ -202,11 +203,6 @@ class ChangeHook:
 
     def set_micro_batches(self, passes: int) -> None:
         """Nothing: autograd sums the gradients of backward passes until the step."""
-
-
-def trained(optimizer: Any) -> list[Any]:
-    """Returns the parameters that are not frozen now."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def is_within_step(optimizer: Any) -> bool:

@@ -15,7 +15,7 @@ Files have the state of one process, which a rank alone may write: ``whole_state
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,28 +83,31 @@ class _Sliced:
         return super()._trackable_children(save_type, **options)  # type: ignore[misc]
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes what one process would write, gathered from the ranks one variable at a time."""
-        save_slots(self, store)
+        """Writes what one process would write, gathered from the ranks one variable at a time; on any ranks."""
+        for number, value in enumerate(whole_values(self)):
+            store[str(number)] = value
 
-    def load_own_variables(self, store: Any) -> None:
-        """Reads this rank's slices of what one process would read."""
-        load_slots(self, store)
+    def load_own_variables(self: Any, store: Any) -> None:
+        """Reads this rank's slices of what any number of ranks have saved."""
+        expected, given = len(whole_outlines(self)), len(store.keys())
+        if expected != given:
+            warnings.warn(
+                f"the state of the optimizer {self.name!r} was not loaded: it has {expected} variables, and the file "
+                f"{given}. Was it saved with another optimizer, or before the first step?",
+                stacklevel=2,
+            )
+            return
+        assign_whole(self, (store[str(number)] for number in range(expected)))
 
 
 class _SlicedLossScale:
     """What the class of a ``LossScaleOptimizer`` around such an optimizer overrides."""
 
+    save_own_variables, load_own_variables = _Sliced.save_own_variables, _Sliced.load_own_variables
+
     def check_finite(self, grads: Any) -> Any:
         """Whether the gradients of all ranks' slices are finite."""
         return slices_of(self).all_finite(super().check_finite(grads))  # type: ignore[misc]
-
-    def save_own_variables(self, store: Any) -> None:
-        """See ``_Sliced``."""
-        save_slots(self, store)
-
-    def load_own_variables(self, store: Any) -> None:
-        """See ``_Sliced``."""
-        load_slots(self, store)
 
 
 def apply_scaled(optimizer: Any, gradients: Sequence[Any], own: Sequence[Any]) -> None:
@@ -154,13 +157,14 @@ def whole_outlines(optimizer: Any) -> list[Outline]:
     return own + [slot.outline for slot in state_of(optimizer).slots.whole]
 
 
-def assign_whole(optimizer: Any, values: Sequence[NDArray[Any]]) -> None:
+def assign_whole(optimizer: Any, values: Iterable[NDArray[Any]]) -> None:
     """Gives this rank its part of a state that one process, or any number of ranks, had."""
     own = _outer_variables(optimizer) if has_slices(optimizer) else list(optimizer.variables)
-    for variable, value in zip(own, values, strict=False):
-        variable.assign(value)
-    for number, value in enumerate(values[len(own) :]):
-        state_of(optimizer).assign(number, value)
+    for number, value in enumerate(values, -len(own)):
+        if number < 0:
+            own[number].assign(value)
+        else:
+            state_of(optimizer).assign(number, value)
 
 
 def undivided_values(optimizer: Any) -> list[NDArray[Any]]:
@@ -185,29 +189,6 @@ def _undivided(optimizer: Any) -> list[int]:
 def has_slices(optimizer: Any) -> bool:
     """Whether ranks have slices of the optimizer's state."""
     return hasattr(innermost(optimizer), _ATTRIBUTE)
-
-
-def save_slots(optimizer: Any, store: Any) -> None:
-    """Writes the state to ``store`` as one process would, for ``save_own_variables``; on any ranks."""
-    for number, value in enumerate(whole_values(optimizer)):
-        store[str(number)] = value
-
-
-def load_slots(optimizer: Any, store: Any) -> None:
-    """Reads this rank's part of a state that was saved by any number of ranks, for ``load_own_variables``."""
-    expected, given = len(whole_outlines(optimizer)), len(store.keys())
-    if expected != given:
-        warnings.warn(
-            f"the state of the optimizer {optimizer.name!r} was not loaded: it has {expected} variables, and the file "
-            f"{given}. Was it saved with another optimizer, or before the first step?",
-            stacklevel=2,
-        )
-        return
-    state, own = state_of(optimizer), _outer_variables(optimizer)
-    for number, variable in enumerate(own):
-        variable.assign(store[str(number)])
-    for number in range(expected - len(own)):
-        state.assign(number, store[str(len(own) + number)])
 
 
 def _outer_variables(optimizer: Any) -> list[Any]:
