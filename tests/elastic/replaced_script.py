@@ -5,7 +5,8 @@ Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@
 ``waits``: the others wait in the middle of the epoch for a new rank; ``validates``: ranks are killed at the end of the
 first validation, before the others wait for new ones; ``joined``: rank 0 is killed while it takes a new
 rank in, and the loss has a second part, a mean; ``joins:FILE``: the first new rank is killed while it joins, and
-creates this file; ``built``: the optimizer is built before ranks have slices of it. FIT_MOMENTUM as in ``fit_script.py``.
+creates this file; ``built``: the optimizer is built before ranks have slices of it. FIT_MOMENTUM as in
+``fit_script.py``.
 """
 
 import contextlib

@@ -425,6 +425,7 @@ def sharded(monkeypatch):
     ("framework", "api", "kills", "left"),
     [
         ("torch", "strategy", "0@5,2@20", [1, 3]),
+        ("torch", "strategy", "1@5=SIGTERM,2@5=SIGTERM", [0, 3]),  # neighbours, which leave one by one
         pytest.param("torch", "horovod", "1@5,3@5", [0, 2], marks=pytest.mark.nightly),  # no neighbours
         ("tensorflow", "horovod", "3@5", [0, 1, 2]),
         pytest.param("jax", "horovod", "2@primitive:100", [0, 1, 3], marks=pytest.mark.nightly),

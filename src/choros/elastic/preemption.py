@@ -10,10 +10,10 @@
                                                                           in the agreement that ends step 17
 
 To the others, a rank that leaves is lost in its next step, of which it has applied nothing; by its ``LEAVES`` they
-know not to replace it. If all end, they must after the same step: that of the notice, as signals come in different
-ones. SIGWINCH asks all ranks that commit for the same, as the job goes on on other hosts; it never ends others.
-A second signal ends a rank at once, as does a request to end a job without commits; a program's own handler
-takes the place of this one.
+know not to replace it. If several are asked, one leaves after each step. If all end, they must after the same step:
+that of the notice, as signals come in different ones. SIGWINCH asks all ranks that commit for the same, as the job goes
+on on other hosts; it never ends others. A second signal ends a rank at once, as does a request to end a job without
+commits; a program's own handler takes the place of this one.
 """
 
 import logging
@@ -24,7 +24,8 @@ import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
 
-from choros.comm import END, LEAVES, global_process_set, is_initialized, leave_alone
+from choros.comm import END, LEAVES, Request, global_process_set, is_initialized, leave_alone
+from choros.comm.request import CollectiveSpec
 from choros.errors import PREEMPTED
 from choros.observe import MOVE
 from choros.observe.progress import page
@@ -32,7 +33,7 @@ from choros.settings import current
 
 _log = logging.getLogger("choros")
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
+_LEAVING = Request("ranks that were asked to end", spec=CollectiveSpec("agreement"))
 
 #: The signal by which this rank was asked to end; 0: by none.
 _asked = 0
@@ -109,9 +110,18 @@ def end_job(commit: Callable[[], None]) -> None:
             sys.exit(PREEMPTED)
 
 
-def leave_if_asked() -> None:
-    """``SystemExit`` if this rank alone was asked to end; call it between two steps, after all of the first one."""
+def leave_if_asked(*, one_by_one: bool = False) -> None:
+    """``SystemExit`` if this rank alone was asked to end; call it between two steps, after all of the first one.
+    ``one_by_one``: all ranks call it, and of several only the first leaves, as two may have a slice and its copy.
+    """
     communicator = global_process_set.communicator
+    if one_by_one and communicator.noticed & LEAVES and not communicator.is_new:
+        asked = communicator.notice & LEAVES
+        leaving = communicator.atomic(lambda: communicator.agree(_LEAVING, value=int(bool(asked))))
+        if asked and 1 in leaving[: communicator.rank]:
+            if communicator.size - 1 <= current().min_np and _commits():  # once the first has left, there are too few
+                communicator.notice = communicator.notice & ~LEAVES | END
+            return
     if communicator.notice & LEAVES and (communicator.noticed & LEAVES or communicator.is_new):
         name = signal.Signals(_asked).name
         _log.warning("this rank was asked to end by %s: it leaves after this step, and the others go on.", name)

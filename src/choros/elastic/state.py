@@ -77,7 +77,7 @@ class State:
         """
         with page.counted_as("committed"):
             self._commit()
-        leave_if_asked()
+        leave_if_asked(one_by_one=True)
         self.check_host_updates()
 
     def _commit(self) -> None:

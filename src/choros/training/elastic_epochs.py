@@ -219,7 +219,7 @@ class ElasticEpochs:
 
     def _end_if_asked(self) -> None:
         self.end_if_job_ends()
-        leave_if_asked()
+        leave_if_asked(one_by_one=True)
 
     def _on_change(self, change: Change) -> None:
         ledger = self.ledger
