@@ -3,10 +3,10 @@ have, three epochs at least.
 
 Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@70``; ``twice``: in a ``fit`` before it;
 ``waits``: the others wait in the middle of the epoch for a new rank; ``validates``: ranks are killed at the end of the
-first validation, before the others wait for new ones; ``joined``: rank 0 is killed while it takes a new
-rank in, and the loss has a second part, a mean; ``joins:FILE``: the first new rank is killed while it joins, and
-creates this file; ``built``: the optimizer is built before ranks have slices of it. FIT_MOMENTUM as in
-``fit_script.py``.
+first validation, before the others wait for new ones; ``begins``: likewise when training begins, and weights are not
+broadcast; ``joined``: rank 0 is killed while it takes a new rank in, and the loss has a second part, a mean;
+``joins:FILE``: the first new rank is killed while it joins, and creates this file; ``built``: the optimizer is built
+before ranks have slices of it. FIT_MOMENTUM as in ``fit_script.py``.
 """
 
 import contextlib
@@ -46,6 +46,14 @@ class Kill(keras.callbacks.Callback):
     steps = 0
     waits = "validates" in sys.argv
 
+    def on_train_begin(self, logs=None):
+        if "begins" in sys.argv and not is_new:
+            if number in kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while not communicator.noticed & NEWCOMER:
+                communicator.barrier()
+                time.sleep(0.01)
+
     def on_train_batch_begin(self, batch, logs=None):
         while "waits" in sys.argv and self.steps == 6 and not is_new and not communicator.noticed & NEWCOMER:
             communicator.barrier()
@@ -70,6 +78,9 @@ class StopWhenReplaced(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
         self.epochs, self.fewest = 0, size
+
+    def on_train_begin(self, logs=None):
+        self.fewest = min(self.fewest, hvd.size())
 
     def on_train_batch_end(self, batch, logs=None):
         self.fewest = min(self.fewest, hvd.size())
@@ -111,7 +122,9 @@ data = {"x": rows, "y": targets, "batch_size": BATCH}
 callbacks = [Kill(), StopWhenReplaced()]
 if api == "horovod":
     data = {"x": hvd.shard((rows, targets), batch_size=BATCH, shuffle=True), "shuffle": False}
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(), *callbacks]
+    callbacks = [hvd.callbacks.MetricAverageCallback(), *callbacks]
+    if "begins" not in sys.argv:
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks]
     callbacks = [hvd.callbacks.ElasticCallback(data["x"], callbacks), *callbacks]
 validation = (rows[:30], tuple(each[:30] for each in targets) if len(outputs) > 1 else zeros[:30])
 before = int("twice" in sys.argv)

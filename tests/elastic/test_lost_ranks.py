@@ -471,6 +471,11 @@ def test_a_new_rank_in_slices_releases_the_whole_state_that_it_came_with(sharded
     assert new_ranks_of_fit("torch", "horovod", "1@5", "-np", 3, more=["built"]) == {1}
 
 
+def test_a_new_rank_joins_before_the_first_step(sharded):
+    """On TensorFlow, which builds optimizers in it."""
+    assert new_ranks_of_fit("tensorflow", "horovod", "1@0", "-np", 3, more=["begins"]) == {1}
+
+
 def test_a_job_in_slices_grows(sharded):
     assert new_ranks_of_fit("torch", "strategy", "", "-H", "localhost:4", "-np", 1, "--max-np", 3) == {1, 2}
 

@@ -79,9 +79,11 @@ class RunCallback(keras.callbacks.Callback):
             epochs.commit = None if self._store is None else self._commit
             epochs.admit = self._admit if self._admits else None
         if self._admits and epochs is not None and not is_built(self.model):
-            batch = epochs.example_batch()  # a rank that joins before the first step has all weights, and the others
+            batch = epochs.example_batch()
             if batch is not None:
                 build_from_batch(self.model, batch)
+        if self._admits and is_built(self.model):
+            self._run.optimizers()  # on all ranks: TensorFlow builds them in the first step, before which one may join
         if not global_process_set.communicator.is_new:
             self._restore_last()
         elif self._admits and epochs is not None:

@@ -80,7 +80,7 @@ class RunState:
             "weights": _values(model.weights),
             "optimizers": [
                 list(whole_values(each)) if _has_state(each) and not (joins and has_slices(each)) else []
-                for each in self._optimizers()
+                for each in self.optimizers()
             ],
             "seeds": _values([each.state for each in seed_generators_of(model)]),
             "global_seed": _values([] if (own := global_seed_generator()) is None else [own.state]),
@@ -98,7 +98,7 @@ class RunState:
         sync_jax_state(model)
         if batch is not None:
             build_metrics(model, lambda: batch)
-        optimizers = self._optimizers()
+        optimizers = self.optimizers()
         if len(optimizers) != len(state["optimizers"]):
             raise ConfigError(
                 f"the state has {len(state['optimizers'])} optimizers, and the model {model.name!r} {len(optimizers)}: "
@@ -132,7 +132,8 @@ class RunState:
             if key in state["callbacks"]:
                 _restore(callback, copy.deepcopy(state["callbacks"][key]))
 
-    def _optimizers(self) -> list[Any]:
+    def optimizers(self) -> list[Any]:
+        """The model's optimizers that are built, as its own one is now."""
         own = getattr(self._model, "optimizer", None)
         if own is not None and not own.built:
             own.build(self._model.trainable_variables)
