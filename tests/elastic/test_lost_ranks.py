@@ -430,6 +430,9 @@ def sharded(monkeypatch):
         ("tensorflow", "horovod", "3@5", [0, 1, 2]),
         pytest.param("jax", "horovod", "2@primitive:100", [0, 1, 3], marks=pytest.mark.nightly),
         ("jax", "strategy", "1@5", [0, 2, 3]),
+        ("torch", "horovod", "1@validation:1,2@validation:2", [0, 3]),  # which had a copy, between two updates
+        pytest.param("jax", "strategy", "1@validation:1,2@validation:2", [0, 3], marks=pytest.mark.nightly),
+        pytest.param("tensorflow", "strategy", "1@validation:1,2@validation:2", [0, 3], marks=pytest.mark.nightly),
     ],
 )
 def test_slices_are_rebuilt_from_their_copies_and_cut_anew(framework, api, kills, left, sharded):

@@ -88,7 +88,7 @@ class ElasticEpochs:
         communicator = global_process_set.communicator
         if not self._has_come:  # the others are here; else one that saves alone is to come before rows are shared out
             communicator.barrier(name="begin of an epoch")
-            self._steps.cut_anew()
+            self._steps.cut_anew(have_met=True)
         self._has_come = False
         resumed, self._resumed = self._resumed, None
         while resumed is None and self.admit is not None and self.admit(epoch):  # a new rank knows no resumed epoch
@@ -168,6 +168,11 @@ class ElasticEpochs:
         if ledger is not None and ledger.steps - self._committed >= self._commit_steps:
             self._committed = ledger.steps
             self.commit()
+
+    def begin_evaluation_again(self) -> None:
+        """Replaces the copies of slices that were lost, before more are; all ranks, which have just met, call it."""
+        if not self._steps.accumulated:
+            self._steps.cut_anew(have_met=True)
 
     def _commit_after_loss(self) -> None:
         if self.commit is None or global_process_set.communicator.size >= current().min_np:

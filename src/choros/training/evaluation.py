@@ -102,6 +102,8 @@ class Evaluation:
 
         def attempt() -> T:
             communicator = global_process_set.communicator
+            if self._has_changed and epochs is not None:
+                epochs.begin_evaluation_again()
             self._ranks = None if data is None else communicator.launched
             if data is not None:
                 # This rank may have no rows, from which Keras would create them.

@@ -213,13 +213,16 @@ class Steps:
             count = apply_count(optimizer)
             count.assign(count - reducer.reducer.forget_accumulated())
 
-    def cut_anew(self, *, joins: bool = False) -> None:
-        """Cuts slices of optimizers' state for the ranks that there are now, if ranks were lost in the last update, or
-        one ``joins``; all ranks call it together, or have joined.
+    def cut_anew(self, *, joins: bool = False, have_met: bool = False) -> None:
+        """Cuts slices of optimizers' state for the ranks that there are now, if ranks were lost up to the last update,
+        or up to now if all ``have_met`` now, or one ``joins``; all ranks call it together, or have joined.
         """
         for optimizer, reducer in zip(self.optimizers, self._reducers, strict=True):
             slices = reducer.slices
-            if slices is not None and (joins or slices.seen != slices.holders.members):
+            if slices is None:
+                continue
+            seen = slices.process_set.communicator.launched if have_met else slices.seen
+            if joins or seen != slices.holders.members:
                 distributed_optimizer.cut_anew(optimizer, self._model)
 
     def join(self) -> None:
