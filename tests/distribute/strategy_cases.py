@@ -714,6 +714,26 @@ def case_a_custom_loop_with_central_storage():
     check_custom_loop("central")
 
 
+def case_losses_of_keras_in_a_custom_loop_are_of_all_replicas():
+    here = strategy()
+    with here.scope():
+        model = build(loss=LOSS())
+        model.layers[-1].kernel.regularizer = keras.regularizers.L2(0.1)
+    x, y = (each[:8] for each in data())
+    mine = slice(0, 4) if choros.rank() == 0 else slice(4, 8)
+
+    def step():
+        outputs = model(x[mine])
+        sums = LOSS(reduction="sum")(y[mine], outputs)
+        return LOSS()(y[mine], outputs), sums, model.compute_loss(x[mine], y[mine], outputs)
+
+    reduced = [keras.ops.convert_to_numpy(here.reduce("SUM", loss, axis=None)) for loss in here.run(step)]
+    outputs = model(x)
+    expected = float(keras.ops.convert_to_numpy(LOSS()(y, outputs)))
+    regularization = 0.1 * np.square(weights(model)[-2]).sum()
+    np.testing.assert_allclose(reduced, [expected, 8 * expected, expected + regularization], rtol=1e-5)
+
+
 def case_metrics_of_a_custom_loop_count_all_replicas():
     here = strategy()
     with here.scope():

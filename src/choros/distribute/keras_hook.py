@@ -14,6 +14,7 @@ While a scope is open or a replica runs, these notify the strategy; leaving the 
     strategy.run(step)
         model(x)              ──► Variable.__init__ ──► as above, for variables that the first call creates
         other.apply(…)        ──► Optimizer.apply ────► strategy.training.optimizer_created, if other is of no scope
+        loss(…)               ──► means are divided by the number of replicas, as Keras does on TensorFlow
 
 Objects of the scope stay patched: methods of the instance, not of its class, which are not saved with it. Each
 passes Keras' own method to the strategy's ``Training``, which decides its data and callbacks.
@@ -21,6 +22,7 @@ passes Keras' own method to the strategy's ``Training``, which decides its data 
 
 import functools
 import inspect
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -72,6 +74,7 @@ def _patch_classes() -> None:
 def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     import keras
 
+    from choros.training.keras_internals.fit import scales_of_losses
     from choros.training.keras_internals.models import (
         AnyVariable,
         BaseOptimizer,
@@ -99,6 +102,8 @@ def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (loss_scale_optimizer, "apply", _distributing),
         (loss_scale_optimizer, "stateless_apply", _distributing),
     ]
+    if keras.backend.backend() != "tensorflow":  # where Keras does it, for a strategy that TensorFlow knows
+        patches += scales_of_losses(_over_replicas(operator.truediv), _over_replicas(operator.mul))
     if sys.modules.get("tensorflow") is not None:
         import tensorflow as tf
 
@@ -155,6 +160,22 @@ def _within(block: Callable[[], AbstractContextManager[None]]) -> Callable[[Any]
                 return own(self, *args, **kwargs)
 
         return method
+
+    return wrapper
+
+
+def _over_replicas(scale: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
+    """Returns a wrapper that scales a loss by the number of replicas, whose gradients ``run`` adds."""
+
+    def wrapper(own: Any) -> Any:
+        @functools.wraps(own)
+        def function(*args: Any) -> Any:
+            loss, strategy = own(*args), current_strategy()
+            if not in_replica() or not strategy.training.follows_run or strategy.num_replicas_in_sync == 1:
+                return loss
+            return scale(loss, strategy.num_replicas_in_sync)
+
+        return function
 
     return wrapper
 

@@ -43,6 +43,15 @@ def reductions(
     ]
 
 
+def scales_of_losses(divides: Callable[[Any], Any], multiplies: Callable[[Any], Any]) -> list[tuple[Any, str, Any]]:
+    """What to wrap so that means and values of ``add_loss`` are divided, and multiplied again for metrics."""
+    return [
+        (losses, "scale_loss_for_distribution", divides),
+        (losses, "unscale_loss_for_distribution", multiplies),
+        (Trainer, "_aggregate_additional_loss", divides),
+    ]
+
+
 @contextmanager
 def epochs_of_any_length(goes_on: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """A context in which ``fit`` and ``evaluate`` read data to the end: Keras would expect as many batches as in the
