@@ -16,6 +16,7 @@ import cloudpickle
 import psutil
 import pytest
 
+from choros import durations
 from choros.elastic.commit_store import CommitStore
 from choros.transport.peers import ports_of
 from launch.attacks import connect_to_all, plant_links, read_everything
@@ -195,11 +196,12 @@ def test_nor_does_it_when_a_new_rank_joins(user: int) -> None:
     def attacked() -> None:
         _, writes = os.pipe()
         start = started_by(user)
+        environ = {durations.TEST_SCALE: "1"}  # a rank that joins while others connect to it takes long
         with (
             process_of(OTHER, partial(connect_to_all, user, writes)),
-            Running("-np", 3, "--min-np", 2, sys.executable, RANKS, start=start) as running,
+            Running("-np", 3, "--min-np", 2, sys.executable, RANKS, start=start, env=environ) as running,
         ):
-            ended = running.end(seconds=120)
+            ended = running.end(seconds=300)
         assert (ended.code, ended.out.count("finished with 3")) == (0, 3), ended
 
     in_own_network(attacked)

@@ -442,7 +442,7 @@ class OptimizerReducer:
     def participation(
         self,
         variables: Sequence[Any],
-        on_update: Callable[[list[Gradient], Sequence[Any]], None] = lambda *_: None,
+        on_update: Callable[[list[Gradient], Sequence[Any]], None] | None = None,
         on_early: Callable[[list[tuple[Any, Any]]], None] = lambda _: None,
     ) -> Participation:
         """As ``GradientReducer.participation``; sparse ones may come, ``on_update`` gets those of others' steps, and
@@ -450,9 +450,13 @@ class OptimizerReducer:
         """
 
         def update(reduced: list[Gradient]) -> None:
+            self.ordering, self._is_first = None, False
+            if on_update is None and self.slices is None:
+                return
             trained = self._of_results(reduced, variables)
-            self.ordering, self._is_first = None, self._begin(trained)
-            on_update(reduced, trained)
+            self._is_first = self._begin(trained)
+            if on_update is not None:
+                on_update(reduced, trained)
 
         def early(layout: GradientLayout, reduced: list[Gradient]) -> None:
             on_early(self._accumulated(layout, reduced, variables))
