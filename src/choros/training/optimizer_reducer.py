@@ -324,7 +324,9 @@ class OptimizerReducer:
 
         numbers, flag = (micro_batches, examples), lambda: reducer.due is not None
         if slices is not None:
-            return self._reduce_slices(slices, on_host, numbers, gradients, variables, layout, flag)
+            return self._reduce_slices(
+                slices, on_host, numbers, gradients, layout, lambda: bool(reducer.due) + 2 * self._begin(variables)
+            )
         keeps = reducer.may_repeat or (_on_torch() and not are_replaceable(gradients, [v.value for v in variables]))
         reduced, self._due = host_call(on_host, numbers, gradients, layout, config.device, flag, keeps=keeps)
         return reduced
@@ -335,9 +337,8 @@ class OptimizerReducer:
         reduce: Callable[[Sequence[Array], list[Gradient], Sequence[Array] | None], list[Gradient]],
         numbers: Sequence[Any],
         gradients: list[Any],
-        variables: list[Any],
         layout: GradientLayout,
-        flag: Callable[[], bool],
+        flags: Callable[[], int],
     ) -> list[Any]:
         """Returns what this rank receives of the sums."""
         own: dict[int, Any] = dict(enumerate(layout))
@@ -347,9 +348,6 @@ class OptimizerReducer:
                 own[index] = each.of_rank(slices.rank) if isinstance(each, RowsLayout) else ((items,), each.dtype)
                 if not items:
                     del own[index]
-
-        def flags() -> int:
-            return int(flag()) + 2 * self._begin(variables)
 
         def on_host(hosts: Sequence[Array], given: list[Gradient], out: Sequence[Array] | None) -> list[Gradient]:
             targets = None
@@ -451,11 +449,9 @@ class OptimizerReducer:
 
         def update(reduced: list[Gradient]) -> None:
             self.ordering, self._is_first = None, False
-            if on_update is None and self.slices is None:
-                return
-            trained = self._of_results(reduced, variables)
-            self._is_first = self._begin(trained)
             if on_update is not None:
+                trained = self._of_results(reduced, variables)
+                self._is_first = self._begin(trained)
                 on_update(reduced, trained)
 
         def early(layout: GradientLayout, reduced: list[Gradient]) -> None:
