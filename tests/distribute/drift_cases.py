@@ -123,9 +123,9 @@ def case_an_optimizer_made_outside_of_the_scope_sums_gradients():
 
 
 def case_a_model_made_outside_of_the_scope_is_refused_if_replicas_differ():
-    keras.utils.set_random_seed(choros.rank())
     with strategy().scope():
         optimizer = keras.optimizers.SGD(0.1)
+    keras.utils.set_random_seed(choros.rank())
     with pytest.raises(Exception, match=r"after step 1, ranks have different values of 2 of 4 .*strategy\.scope"):
         train(layers(), optimizer)
 
