@@ -25,8 +25,8 @@ def trained(cluster, folder, fault, *, starts_with, add_node=False, until=0, **g
     node = cluster.add_node(num_cpus=1) if add_node else None
     job = RayExecutor(RayExecutor.create_settings(), env_vars={"KERAS_BACKEND": "torch"}, min_workers=1, **given)
     job.start()
-    while len(job.adapter._registry.actors) < starts_with:  # Ray may be slow to start the last ones
-        time.sleep(0.05)
+    # Ray may be slow to start the last ones.
+    assert job.adapter._registry.wait(lambda actors: len(actors) >= starts_with, 120)
     problems = []
 
     def disturb():

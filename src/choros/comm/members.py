@@ -3,6 +3,7 @@
 import json
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -64,30 +65,12 @@ class _LostWhileServed(MemberLost):
     """So did another rank's request, which all members have settled."""
 
 
-@final
-class _Recent:
-    """What a rank serves in its last steps, also if its script has no reference to it any more."""
-
-    def __init__(self) -> None:
-        self._last: dict[object, int] = {}
-        self._steps = 0
-
-    def add(self, served: object) -> None:
-        self._steps += 1
-        self._last[served] = self._steps
-        for each in [each for each, step in self._last.items() if step <= self._steps - KEPT_STEPS]:
-            del self._last[each]
-
-    def clear(self) -> None:
-        self._last.clear()
-
-
 class Members(Primitives):
     """What collectives are made of: agreement of all members, before data moves and after it, and moves that count.
 
     Attributes:
         scratch: the memory in which chunks are packed.
-        kept: what this rank serves of late, until it leaves the job.
+        kept: what this rank serves in its last steps, also if its script has no reference to it any more.
         not_joined: the members that had not joined at the last collective, if others had, as the launcher numbers them.
     """
 
@@ -101,7 +84,7 @@ class Members(Primitives):
         #: Whether others serve the present unit, wherever they are: what is noticed then is noticed with the next one.
         self._is_served = False
         self._served: dict[int, weakref.WeakMethod[Callable[[int], object]]] = {}
-        self.kept = _Recent()
+        self.kept: deque[object] = deque(maxlen=KEPT_STEPS)
         #: Why this rank cannot communicate any more.
         self._over = ""
         #: The error of this rank that the others know.

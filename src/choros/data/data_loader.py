@@ -82,7 +82,7 @@ class DataLoaderKind(DataKind):
             drawn.append(dataset.indices)
             dataset = dataset.dataset
         tensors = dataset.tensors if isinstance(dataset, torch_data.TensorDataset) else ()
-        return [*(np.asarray(each) for each in drawn if each is not None), *(each.cpu().numpy() for each in tensors)]
+        return [*(np.asarray(each) for each in drawn if each is not None), *tensors]
 
     def batch_rows(self, data: Any) -> int | None:
         """Returns the loader's ``batch_size``."""

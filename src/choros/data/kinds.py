@@ -11,7 +11,6 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from choros.arrays import adapter_of
 from choros.data.data_kind import DataKind, LocalBatches
 from choros.data.epochs import EpochData, FixedData
 from choros.data.rows import Part, Sharding, cut
@@ -52,7 +51,7 @@ class ArrayKind(DataKind):
 
     def traits(self, data: Any) -> Iterable[Any]:
         """Returns the arrays; of an iterable nothing is known."""
-        return [adapter_of(leaf).to_host(leaf) for leaf in leaves(data)] if are_arrays(data) else ()
+        return leaves(data) if are_arrays(data) else ()
 
     def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
         """Returns the process's rows of each batch of an iterable."""

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, final
 
 import keras
 
-from choros.arrays import adapter_of
 from choros.data.data_kind import DataKind
 from choros.data.epochs import EpochData, FixedData, IndexedData
 from choros.data.plan import ShardBatches
@@ -150,8 +149,7 @@ class PyDatasetKind(DataKind):
 
     def traits(self, data: Any) -> Iterable[Any]:
         """Returns the labels of the first batch."""
-        labels = keras.utils.unpack_x_y_sample_weight(data[0])[1]
-        return [adapter_of(leaf).to_host(leaf) for leaf in leaves(labels)]
+        return leaves(keras.utils.unpack_x_y_sample_weight(data[0])[1])
 
     def batches(self, data: Any) -> Iterator[Any]:
         """Yields the batches by index, with the calls of its methods for the beginning and the end of an epoch."""

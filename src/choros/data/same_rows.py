@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from choros.arrays import adapter_of, framework_adapter
 from choros.comm import global_process_set
 from choros.data.kinds import kind_of
 from choros.errors import ConfigError
@@ -37,7 +38,7 @@ def check_same_rows(data: Any) -> None:
     if communicator.size == 1 or communicator.is_new:
         return
     kind = kind_of(data)
-    samples = [_sample(np.asarray(each)) for each in kind.traits(data)]
+    samples = [_sample(each) for each in kind.traits(data)]
     own = np.concatenate([np.zeros((3, 0)), *samples], axis=1)
     shapes = communicator.allgather(np.array([own.shape[1]]), name="length of a sample of the data")
     differing: list[int] = np.flatnonzero(shapes != shapes[0]).tolist()
@@ -55,13 +56,19 @@ def check_same_rows(data: Any) -> None:
             _log.warning("%s in the first batch's labels. %s", found, _ADVICE)
 
 
-def _sample(array: NDArray[Any]) -> NDArray[np.float64]:
+def _sample(array: Any) -> NDArray[np.float64]:
     """For each of some rows: how many the array has, a weighted sum of the row, and how large its terms are.
 
     >>> _sample(np.arange(3.0)).shape
     (3, 32)
     """
-    rows = array[np.linspace(0, len(array) - 1, _ROWS).astype(int)] if len(array) else np.zeros((_ROWS, 1))
+    adapter, places = adapter_of(array), np.linspace(0, len(array) - 1, _ROWS).astype(int)
+    if not len(array):
+        rows = np.zeros((_ROWS, 1))
+    elif adapter is framework_adapter("numpy"):
+        rows = np.asarray(array)[places]
+    else:  # maybe on a device, from which no more than these rows are copied
+        rows = np.stack([adapter.to_host(array[place]) for place in places.tolist()])
     if rows.dtype.kind in "OSUc":
         names = [repr(row).rpartition("/")[2] for row in rows.tolist()]  # the same files may lie in other directories
         numbers = np.array([[zlib.crc32(name.encode())] for name in names], np.float64)

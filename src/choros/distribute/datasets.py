@@ -48,16 +48,21 @@ def distribute(dataset: Any, replicas: Replicas) -> Any:
     if is_distributed(dataset):
         raise ConfigError("the data set has been distributed to the replicas already: pass the original one.")
     local = replicas.local_count
-    if local < replicas.count:
-        check_same_rows(dataset)
-        if global_process_set.communicator.elastic:
-            _warn_of_losses()
+    check_shared(dataset, replicas)
+    if local < replicas.count and global_process_set.communicator.elastic:
+        _warn_of_losses()
     own = kind_of(dataset).local_batches(dataset, partial(part_of, replicas))
     for_fit = partial(split_batches, dataset, replicas)
     if local == 1 and own.dataset is not None:
         setattr(own.dataset, _MARK, for_fit)
         return own.dataset
     return DistributedDataset(lambda: (to_replicas(batch, local) for batch in own.start()), for_fit, own.length)
+
+
+def check_shared(data: Any, replicas: Replicas) -> None:
+    """Raises a ``ConfigError`` on all processes if these have different rows in what they share."""
+    if replicas.local_count < replicas.count and not is_distributed(data):
+        check_same_rows(data)
 
 
 def from_function(dataset_fn: Callable[[InputContext], Any], replicas: Replicas) -> Any:

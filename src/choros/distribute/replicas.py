@@ -43,14 +43,17 @@ class Replicas(ABC):
         local_count: the number of this process's replicas.
         first: the index of this process's first replica.
         on_device: returns the block in which variables are created on the replicas' device.
-        may_differ: whether there are other processes, or may be later, whose values may be others.
     """
 
     count: int
     local_count: int
     first: int
     on_device: Callable[[], AbstractContextManager[Any]] = nullcontext
-    may_differ: bool = False
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether there are replicas in other processes, or may be later, whose values may be others."""
+        return False
 
     @abstractmethod
     def run(self, strategy: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -172,7 +175,7 @@ class ProcessReplicas(Replicas):
         return self._first
 
     @property
-    def may_differ(self) -> bool:  # type: ignore[override]  # read-only
+    def may_differ(self) -> bool:
         """Whether there are others, or may be, in an elastic job."""
         return not self._alone and has_others(global_process_set)
 

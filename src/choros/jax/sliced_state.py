@@ -46,11 +46,9 @@ class SlicedUpdate:
     def init(self, params: Any) -> Any:
         """Returns the state for this rank's slices of ``params``."""
         division = self.division(params)
-        return (
-            self._tx.init(params)
-            if division is None
-            else SlicedState(self._tx.init(division.slices_of(params)), division)
-        )
+        if division is None:
+            return self._tx.init(params)
+        return SlicedState(self._tx.init(division.slices_of(params)), division)
 
     def division(self, params: Any) -> Division | None:
         """How ``params`` are divided; ``None`` if this rank has all."""

@@ -103,7 +103,7 @@ class ParameterSlices:
         self._own_gradients: list[tuple[Any, Any]] = []
         self._updated: list[Any] = []
         self._serve()
-        self.process_set.communicator.kept.add(self)
+        self.process_set.communicator.kept.append(self)
 
     def _serve(self) -> None:
         """Lets the ranks that there are now ask this one for its slice."""
@@ -193,7 +193,7 @@ class ParameterSlices:
             if own is not None and own is not parameter:
                 own.grad = None
         self._gather()
-        self.process_set.communicator.kept.add(self)
+        self.process_set.communicator.kept.append(self)
 
     def restore(self) -> None:
         """Puts the parameters back into the groups, also if ``step`` has failed."""

@@ -66,7 +66,7 @@ class WholeState:
         """Lets the ranks that there are now ask this one for its items."""
         communicator = self._slices.process_set.communicator
         communicator.serve(self._request, self.exchange)
-        communicator.kept.add(self)
+        communicator.kept.append(self)
 
     def whole(self, number: int) -> NDArray[Any]:
         """Returns the slot with this number of one process, gathered from the ranks: a call of this one suffices."""
@@ -127,7 +127,7 @@ class WholeState:
     def check_start(self) -> None:
         """Once, checks that all ranks have read their part of a state, or none; all ranks call it in each update."""
         communicator = self._slices.process_set.communicator
-        communicator.kept.add(self)
+        communicator.kept.append(self)
         if not self._started:
             self._started = True
             loaded = communicator.atomic(lambda: communicator.agree(_LOADED, value=int(self.loaded)))

@@ -15,7 +15,6 @@ from choros.comm import global_process_set
 from choros.data.epochs import StepsOfEpoch, epochs_of_steps
 from choros.data.kinds import are_arrays, data_of, epochs_of_shard, kind_of
 from choros.data.rows import Part, Sharding, check_global_batch, count_rows, cut
-from choros.data.same_rows import check_same_rows
 from choros.distribute import datasets
 from choros.distribute.fit.training import KerasCall
 from choros.distribute.replicas import Replicas
@@ -61,12 +60,6 @@ def _note(batch_size: Any, replicas: int) -> str:
     )
 
 
-def check_shared(data: Any, replicas: Replicas) -> None:
-    """Raises a ``ConfigError`` on all processes if these have different rows in what they share."""
-    if replicas.local_count < replicas.count and not datasets.is_distributed(data):
-        check_same_rows(data)
-
-
 def training_data(call: KerasCall, x: Any, y: Any, weights: Any, replicas: Replicas) -> Any:
     """Returns this process's rows, for ``fit``; ``EpochData`` in elastic jobs, and if an epoch is a part of them."""
     elastic, steps, part = global_process_set.communicator.elastic, call["steps_per_epoch"], datasets.part_of(replicas)
@@ -78,7 +71,7 @@ def training_data(call: KerasCall, x: Any, y: Any, weights: Any, replicas: Repli
         size = call["batch_size"] or BATCH
         check_global_batch(min(size, count_rows(x)), part.count)
         sharding, x = replace(sharding, batch_size=size), _packed(x, y, weights)
-    check_shared(x, replicas)
+    datasets.check_shared(x, replicas)
     if call["shuffle"] and kind.shuffles and (sharding.batch_size or kind.has_batches):
         drawn = int(np.random.randint(2**31))  # on all processes, so that these go on drawing the same numbers
         sharding = replace(sharding, shuffle=True, seed=object_of_first(lambda: drawn))
@@ -100,13 +93,13 @@ def evaluation_data(
         size = batch_size or BATCH
         rows = count_rows(x) if steps is None else min(count_rows(x), steps * size)
         data = cut(_packed(x, y, weights), 0, rows)
-        check_shared(data, replicas)
+        datasets.check_shared(data, replicas)
         if elastic:
             return data_of(kind_of(data).epochs(data, Sharding(Part(0, 1), size)))
         if rows < replicas.count:
             return None
         return kind_of(data).shard(data, Sharding(datasets.part_of(replicas), max(size, replicas.count)))
-    check_shared(x, replicas)
+    datasets.check_shared(x, replicas)
     if elastic:
         doubt = "they are distributed already. Pass the original data set."
         if not datasets.is_distributed(x):

@@ -28,7 +28,7 @@ from choros.data.rows import check_global_batch, count_rows, cut
 from choros.distribute import datasets
 from choros.distribute.fit.gradients import distribute_optimizer, follow_seeds
 from choros.distribute.fit.prediction import predict_rows
-from choros.distribute.fit.shares import BATCH, check_shared, evaluation_data, shares_named, training_data
+from choros.distribute.fit.shares import BATCH, evaluation_data, shares_named, training_data
 from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.replicas import Replicas
 from choros.distribute.saving import write_once
@@ -226,7 +226,7 @@ class SynchronousTraining(Training):
         call = call.replaced(callbacks=self._callbacks_of_rank(call["callbacks"]), verbose=self._verbosity(call))
         if call["steps"] is not None and are_arrays(call["x"]):
             call = call.replaced(x=cut(call["x"], 0, call["steps"] * (call["batch_size"] or BATCH)), steps=None)
-        check_shared(call["x"], self._replicas)
+        datasets.check_shared(call["x"], self._replicas)
         distributed = datasets.is_distributed(call["x"])
         with enter_fit():
             return repeated(
