@@ -11,14 +11,17 @@ import math
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 from choros import durations
 from harness import Job
 from parts import PARTS, job_of, params_of
 from ranks import pool
+from standstill import stood_still, watch
 from warm.servers import open_directory
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -33,6 +36,8 @@ else:
 
 #: A test that has no other fixtures shares nothing with others of its file.
 OWN_FIXTURES = {"tmp_path", "tmp_path_factory", "monkeypatch", "capsys", "capfd", "caplog", "request"}
+#: The property of a test in which the machine stood still: see ``standstill.py``.
+MADE_AGAIN = ("made again", True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not starts_workers:
         os.environ[durations.TEST_SCALE] = "0.25"
     if not hasattr(config, "workerinput"):
-        open_directory()
+        watch(open_directory())
 
 
 def group_of(item: pytest.Item) -> str | None:
@@ -75,6 +80,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(group))
     # What takes long comes first, so that the workers end together.
     items.sort(key=lambda item: (order[job_of(item)], not item.get_closest_marker("slow")))
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    """Makes a test once more that has failed while the machine stood still."""
+    began = time.monotonic()
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    if any(report.failed for report in reports) and MADE_AGAIN not in item.user_properties and stood_still(began):
+        item.user_properties.append(MADE_AGAIN)
+        item._initrequest()
+        return item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        if getattr(report, "when", "") == "call" and MADE_AGAIN in map(tuple, report.user_properties):
+            terminalreporter.write_line(f"{report.nodeid}: made again, as the machine stood still in it")
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

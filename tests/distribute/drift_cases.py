@@ -182,6 +182,9 @@ def case_modules_and_optimizers_of_torch():
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mine, broadcast_object(mine), rtol=0, atol=0)
 
+    with pytest.raises(choros.errors.StrategyError, match=r"outside of strategy\.run"):
+        step(module, optimizer, batches[0])
+
     parameter = torch.nn.Parameter(torch.randn(3))
     descent = torch.optim.SGD([parameter], lr=0.1)
 

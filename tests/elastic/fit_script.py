@@ -27,7 +27,7 @@ import choros.keras as hvd
 from choros.comm import global_process_set
 from choros.observe import events
 from choros.parallel.reduce import plan
-from choros.training.sliced_optimizer import whole_values
+from choros.training.sliced_optimizer import whole_outlines, whole_values
 
 ROWS, BATCH, EPOCHS = int(os.environ.get("FIT_ROWS", "203")), 16, 3
 api = sys.argv[1]
@@ -137,8 +137,12 @@ history = model.fit(**data, **options, validation_data=validation)
 counts = -np.concatenate(model.get_weights(), axis=1)
 if passes > 1:  # of which the last update may lack some, whose gradients the optimizer has
     scale = passes if api == "strategy" else 1  # Horovod adds the gradients of micro-batches
-    accumulated = next(each for each in model.optimizer.variables if "accumulator" in each.path)
-    counts = counts * scale + keras.ops.convert_to_numpy(accumulated) * scale / passes
+    accumulated = next(
+        value
+        for value, (path, *_) in zip(whole_values(model.optimizer), whole_outlines(model.optimizer), strict=True)
+        if "accumulator" in path
+    )
+    counts = counts * scale + accumulated * scale / passes
 if has_momentum:  # the sum of all gradients
     state = list(whole_values(model.optimizer))
     counts = -np.concatenate([each for each in state if each.ndim == 2], axis=1)

@@ -443,6 +443,23 @@ def test_slices_are_rebuilt_from_their_copies_and_cut_anew(framework, api, kills
 
 
 @pytest.mark.parametrize(
+    ("framework", "api", "kills"),
+    [
+        ("torch", "horovod", "1@5,2@11"),  # each between two micro-batches of an update
+        pytest.param("torch", "strategy", "1@4,3@8", marks=pytest.mark.nightly),
+        pytest.param("tensorflow", "horovod", "1@5,2@11", marks=pytest.mark.nightly),
+        pytest.param("tensorflow", "strategy", "2@13,0@15", marks=pytest.mark.nightly),  # an epoch ends
+        pytest.param("jax", "strategy", "1@5,2@11", marks=pytest.mark.nightly),
+        pytest.param("jax", "horovod", "0@13,2@14", marks=pytest.mark.nightly),
+    ],
+)
+def test_micro_batches_of_slices_are_those_of_each_row_once(framework, api, kills, monkeypatch):
+    monkeypatch.setenv("CHOROS_SHARD_STATE", "1")
+    _, reports = fit(framework, kills, api, ranks=4, least=1, micro_batches=3)
+    assert [(report["wrong"], report["size"]) for report in reports] == [({}, 2)] * 2
+
+
+@pytest.mark.parametrize(
     "framework", ["torch", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tensorflow", "jax"))]
 )
 def test_a_job_that_has_lost_a_slice_and_its_copy_is_started_again(framework, sharded, tmp_path):
@@ -559,6 +576,14 @@ def test_slices_of_torch_in_a_function_of_elastic_run(kills, how, left, tmp_path
     assert [(report["size"], report["wrong"]) for report in reports] == [(len(left), {})] * len(left), ended.err
     assert {weight for report in reports for weight in report["weights"]} == {0}
     assert sum(report["held"] for report in reports) == pytest.approx(1, abs=0.01)
+
+
+def test_new_ranks_of_different_folds_call_slices_as_the_others_do():
+    env = TORCH | {"CHOROS_SHARD_STATE": "1"}
+    ended = run("-np", 3, "--min-np", 1, sys.executable, HERE / "folds_script.py", "1@0,2@1", env=env, warm=True)
+    assert ended.code == 0, ended.err
+    reports = sorted((json.loads(each) for each in re.findall(r"{.*}", ended.out)), key=lambda each: each["rank"])
+    assert reports == [{"rank": rank, "size": 3, "wrong": {}} for rank in range(3)]
 
 
 def test_slices_of_torch_in_a_loop_of_ones_own_are_lost_with_a_rank():

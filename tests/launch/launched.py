@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 from launch.users import OTHER
 from warm.servers import warm_python
@@ -84,11 +85,25 @@ class Running:
         self.process.send_signal(number)
 
     def end(self, seconds=180):
-        """Waits for its end."""
+        """Waits for its end; of a job that goes on for longer, the test says what it has printed and what ranks do."""
         began = time.monotonic()
-        out, err = self.process.communicate(timeout=seconds)
+        try:
+            out, err = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            stacks = self._stacks()
+            self.process.kill()
+            out, err = self.process.communicate()
+            pytest.fail(f"the job had not ended after {seconds} s:\n{self.output}{out}\n{err}\n{stacks}")
         err = SLOW_START.sub("", err)
         return Ended(self.process.returncode, self.output + out, err, time.monotonic() - began)
+
+    def _stacks(self):
+        command = (sys.executable, "-P", "-m", "choros", "stacks", self.process.pid)
+        try:
+            ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=60, check=False)
+        except subprocess.TimeoutExpired:
+            return "choros stacks did not answer"
+        return ended.stdout + ended.stderr
 
     def processes(self):
         """All processes that carry the job's tag, but not chorosrun."""

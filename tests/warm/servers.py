@@ -32,7 +32,7 @@ NAMES = ("0", "1")
 LIFE, LOCK, ALIVE = "life", "lock", "alive"
 
 
-def open_directory() -> None:
+def open_directory() -> Path:
     """Makes the directory of the servers that this process and those that it starts use, until this one ends."""
     directory = Path(tempfile.mkdtemp(prefix="choros-tests-"))
     os.mkfifo(directory / LIFE)
@@ -40,6 +40,7 @@ def open_directory() -> None:
     life = os.open(directory / LIFE, os.O_RDWR | os.O_CLOEXEC)  # ends with this process, even if it is killed
     os.environ[DIRECTORY] = str(directory)
     atexit.register(_end, directory, life)
+    return directory
 
 
 def _end(directory: Path, life: int) -> None:

@@ -7,8 +7,10 @@
       loss.backward()
       optimizer.step()      gradients ──────── the sum over replicas ──────── gradients
                             parameters: compared ────────── parameters
+    optimizer.step()        an error: gradients would be those of one replica
 """
 
+import functools
 import sys
 import weakref
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from choros.arrays import framework_adapter
-from choros.comm import Reduction, global_process_set
+from choros.comm import Reduction, global_process_set, has_others
 from choros.errors import StrategyError
 from choros.parallel.compression import Compression
 from choros.parallel.identical import are_identical
@@ -34,6 +36,8 @@ _ADVICE = (
 
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()
 _reducers: weakref.WeakKeyDictionary[Any, GradientReducer] = weakref.WeakKeyDictionary()
+#: The replicas that run.
+_running: list[int] = []
 
 
 @contextmanager
@@ -42,15 +46,18 @@ def synchronized_torch_objects(replica: int) -> Iterator[None]:
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+    _watch_steps()
     hooks = (
         register_module_forward_pre_hook(_before_forward),
         register_optimizer_step_pre_hook(_before_step),
         register_optimizer_step_post_hook(_after_step),
     )
+    _running.append(replica)
     try:
         with torch_numbers_of(replica):
             yield
     finally:
+        _running.remove(replica)
         for hook in hooks:
             hook.remove()
 
@@ -68,6 +75,26 @@ def _before_forward(module: Any, _args: tuple[Any, ...]) -> None:
     received = broadcast_arrays(hosts, 0, names=list(tensors))
     for tensor, host in zip(tensors.values(), received, strict=True):
         tensor.copy_(adapter.from_host(host, tensor))  # state_dict() detaches: autograd does not see this
+
+
+@functools.cache
+def _watch_steps() -> None:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    register_optimizer_step_pre_hook(_check_place)
+
+
+def _check_place(optimizer: Any, *_: Any) -> None:
+    """Refuses steps outside of replicas, with parameters that replicas train."""
+    if _running or hasattr(optimizer, "synchronize") or not has_others(global_process_set):
+        return
+    trained = {id(parameter) for module in _modules for parameter in module.parameters(recurse=False)}
+    if any(id(parameter) in trained for parameter in _trained(optimizer)):
+        raise StrategyError(
+            f"{type(optimizer).__name__}.step() was called outside of strategy.run, where gradients are those of this "
+            "process's replica alone: call it in the function that strategy.run runs, or pass the optimizer to "
+            "choros.torch.DistributedOptimizer."
+        )
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -254,6 +254,8 @@ def _hook(
     slices = slice_state(optimizer, process_set) if shards and has_others(process_set) else None
     name, ranges = ("", None) if slices is None else (slices.name, slices.ranges_of)
     reducer = GradientReducer(replace(config, bucket_bytes=buckets, device=device), name)
+    if slices is not None:
+        slices.reducer = reducer
     if not reducer.active:
         return GradientHook(None)
     overlap = buckets is not None
@@ -290,7 +292,7 @@ def join(device: int = -1) -> int:
         0
     """
     del device
-    hooks = {each: hook for each in _distributed if (hook := _hook_of(each)).process_set is not None}
+    hooks = {each: hook for each in _distributed if (hook := _hook_of(each)).takes_steps}
     optimizers = sorted(hooks, key=lambda each: hooks[each].number)
     exchanges = [exchange for each in optimizers if (exchange := hooks[each].exchange)]
     if any(exchange.pending for exchange in exchanges):

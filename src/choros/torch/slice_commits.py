@@ -89,7 +89,7 @@ def cut_anew(optimizer: Any, slices: ParameterSlices, root: int) -> None:
     """
     slices.restore()
     communicator, parameters = slices.process_set.communicator, parameters_of(optimizer)
-    request = Request("slices of optimizer state", name=slices.name)
+    request = Request("slices of optimizer state")  # one that has joined may call them otherwise
 
     def hear() -> tuple[list[int], bytes]:
         is_root = communicator.rank == root
@@ -100,6 +100,7 @@ def cut_anew(optimizer: Any, slices: ParameterSlices, root: int) -> None:
 
     values, message = communicator.atomic(hear)
     heard = decoded(message)
+    slices.call(heard["name"])
     before, now = (dict(zip(parameters, heard[ranges], strict=True)) for ranges in ("before", "now"))
     if values[root] % 2:
         slices.divide_anew(now)
@@ -120,6 +121,7 @@ def _description(optimizer: Any, slices: ParameterSlices, parameters: Sequence[A
     now = slices.divider.evenly(parameters, slices.process_set.communicator.size)
     return encoded(
         {
+            "name": slices.name,
             "members": list(slices.holders.members),
             "shift": 0 if slices.saved is None else slices.saved.holders.shift,
             "before": list(map(slices.ranges_of, parameters)),

@@ -38,6 +38,7 @@ from choros.arrays.torch_arrays import TorchArrays
 from choros.comm import ProcessSet, Request
 from choros.errors import ConfigError, EngineError
 from choros.parallel.reduce.gradients import Ranges, SliceLayout, SparseRows
+from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.slices import Holders, check_slices, gather_slices, own_items
 from choros.torch.division import DividedParameter, ParameterDivider, State, parameters_of
 from choros.torch.messages import decoded, encoded_or_refused
@@ -77,6 +78,7 @@ class ParameterSlices:
         saved: this rank's last commit in memory, while slices are cut anew from it.
         is_checked: whether the state was found to consist of what ranks can send one another.
         name: tells it from others that have the same parameters; the same on every rank.
+        reducer: that of the gradients, which has the same name.
         is_whole: whether the state is that of one process now.
     """
 
@@ -92,10 +94,11 @@ class ParameterSlices:
         admissions = 0 if process_set.membership is None else process_set.membership.admissions
         key = process_set.process_set_id, admissions, self.text
         number = _created[key] = _created[key] + 1
-        self.name = str(number) if number > 1 else ""
+        self.name = f"{number} of {admissions}" if admissions else str(number) if number > 1 else ""
         self.is_whole = True
         self.compared = self.is_checked = False
         self.saved: SavedSlices | None = None
+        self.reducer: GradientReducer | None = None
         self._state: State = optimizer.state
         #: The parameters of each group while slice parameters take their place.
         self._whole_groups: list[tuple[dict[str, Any], list[Any]]] = []
@@ -109,6 +112,19 @@ class ParameterSlices:
         """Lets the ranks that there are now ask this one for its slice."""
         self._request = Request("optimizer state", self.text, self.name, served=True)
         self.process_set.communicator.serve(self._request, self.exchange)
+
+    def call(self, name: str) -> None:
+        """Gives the slices, and their reducer, the name that another rank has given them; between two steps."""
+        if name != self.name:
+            self.name = name
+            self._serve()
+            if self.reducer is not None:
+                self.reducer.name = name
+
+    @property
+    def are_of_present_ranks(self) -> bool:
+        """Whether the state was cut for the ranks that there are now."""
+        return self.holders.members == self.process_set.communicator.launched
 
     @property
     def text(self) -> str:

@@ -54,6 +54,11 @@ class GradientHook:
         """Whether a backward pass has computed gradients that are not reduced yet."""
         return self.exchange is not None and self.exchange.pending
 
+    @property
+    def takes_steps(self) -> bool:
+        """Whether the optimizer may make steps with the ranks that there are: not if its slices are those of others."""
+        return self.process_set is not None and (self._sliced is None or self._sliced.slices.are_of_present_ranks)
+
     def reduce(self, optimizer: Any) -> None:
         """Reduces whole gradients now."""
         if self.exchange is None:
@@ -164,6 +169,7 @@ class ChangeHook:
     skipping = False
     exchange = None
     shares_state = False
+    takes_steps = True
 
     def __init__(self, compression: Compressor, process_set: ProcessSet) -> None:
         self.process_set = process_set

@@ -102,7 +102,7 @@ class GradientReducer:
     def __init__(self, config: ReduceConfig, name: str = "") -> None:
         """``name`` tells it from others whose gradients have the same shapes; the same on every rank."""
         self.config = config
-        self._name = name
+        self.name = name
         self._membership: Membership | None = None
         self._plans: dict[GradientLayout, Plan] = {}
         self._plan: Plan | None = None
@@ -231,7 +231,7 @@ class GradientReducer:
             else:
                 # Between buckets the user's program runs: its collective on one rank must not be matched with this one.
                 now = plan
-                communicator.agree(_bucket_request(bucket, self._name))
+                communicator.agree(_bucket_request(bucket, self.name))
                 if self._membership != self.config.process_set.membership:
                     return None
             return self._sum(now, bucket, _times(self._factor, gradients) if examples else None, out)
@@ -302,7 +302,7 @@ class GradientReducer:
             parts[plan.early] = functools.partial(exchange_early, layout=plan.layout)
             # Between buckets, the backward pass of the others may call other collectives.
             parts |= {
-                _bucket_request(bucket, self._name): functools.partial(sum_bucket, bucket=bucket)
+                _bucket_request(bucket, self.name): functools.partial(sum_bucket, bucket=bucket)
                 for bucket in range(1, len(plan.indices))
             }
         return parts
@@ -339,7 +339,7 @@ class GradientReducer:
                 if len(self._plans) == _PLANS:
                     del self._plans[next(iter(self._plans))]
                 compares = self._compare_every, self.divergence
-                self._plans[layout] = plan_for(self.config, self._name, layout, compares)
+                self._plans[layout] = plan_for(self.config, self.name, layout, compares)
             plan = self._plan = self._plans[layout]
         return plan
 
@@ -377,7 +377,7 @@ class GradientReducer:
             self._begun = self._progress.steps
             if not joined:
                 page.note_step(examples)
-            _emit(Kind.STEP_BEGUN, self._name, step=self._begun, examples=examples, joined=joined)
+            _emit(Kind.STEP_BEGUN, self.name, step=self._begun, examples=examples, joined=joined)
         # With several micro-batches ranks may differ in whether they have accumulated gradients of earlier ones.
         same = self.config.micro_batches == 1 and len(set(counts)) == 1
         self._scales = _scales(plan, self._weight, same=same)
@@ -413,7 +413,7 @@ class GradientReducer:
     def _sum(
         self, plan: Plan, bucket: int, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None
     ) -> list[Gradient]:
-        _emit(Kind.BUCKET_BEGUN, self._name, bucket=bucket, arrays=len(plan.indices[bucket]))
+        _emit(Kind.BUCKET_BEGUN, self.name, bucket=bucket, arrays=len(plan.indices[bucket]))
         exchange, norms = plan.exchanges[bucket], self._norms
         if norms is not None and gradients is not None:
             factor = math.prod(self._scales)
@@ -424,14 +424,14 @@ class GradientReducer:
                 reduced = exchange.sum(gradients, *self._scales)
             else:
                 reduced = exchange.sum_into(out, gradients, *self._scales)
-        _emit(Kind.BUCKET_DONE, self._name, bucket=bucket)
+        _emit(Kind.BUCKET_DONE, self.name, bucket=bucket)
         if norms is not None:
             norms[1] += squared_norm(reduced)
         if bucket == len(plan.indices) - 1:
             if norms is not None:
                 noise = _measured(self._progress.noise, plan.layout, norms, plan.communicator)
                 self._progress, self._norms = replace(self._progress, noise=noise), None
-            _emit(Kind.STEP_DONE, self._name, step=self._progress.steps)
+            _emit(Kind.STEP_DONE, self.name, step=self._progress.steps)
             plan.communicator.when_settled(self._settle)
         return reduced
 
