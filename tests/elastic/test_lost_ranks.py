@@ -380,6 +380,26 @@ def new_ranks_of_fit(framework, api, kills, *flags, more=(), epochs=None):
 
 
 @pytest.mark.parametrize(
+    ("api", "framework"),
+    [
+        ("strategy", "torch"),
+        ("run", "torch"),
+        pytest.param("horovod", "torch", marks=pytest.mark.nightly),
+        pytest.param("strategy", "tensorflow", marks=pytest.mark.nightly),
+        pytest.param("strategy", "jax", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_new_rank_has_the_results_of_what_it_passes_by(api, framework, tmp_path):
+    arguments = ("-np", 3, "--min-np", 1, sys.executable, HERE / "search_script.py", api, tmp_path)
+    ended = run(*arguments, env={"KERAS_BACKEND": framework}, warm=True)
+    assert ended.code == 0, ended.err
+    reports = [json.loads(each) for each in re.findall(r"{.*}", ended.out)]
+    assert sorted((each["new"], each["size"]) for each in reports) == [(False, 3), (False, 3), (True, 3)]
+    (own,) = (each["results"] for each in reports if each["new"])
+    assert own in [each["results"] for each in reports if not each["new"]]
+
+
+@pytest.mark.parametrize(
     ("victims", "what", "left"),
     [
         ("0 2", "join", ["number 0 is rank 1 of 3: 3", "number 1 is rank 0 of 3: 3", "number 2 is rank 2 of 3: 3"]),

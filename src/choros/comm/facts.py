@@ -1,15 +1,17 @@
-"""Facts: objects that ranks have sent each other before they train, such as a seed. A new rank learns the same. The
-state of the training, sent in an opening (``context.opening``), is none::
+"""Facts: objects that ranks have sent each other outside of openings (``context.opening``), such as a seed, and results
+of openings. A new rank learns the same, those of openings that are over when it passes them by::
 
-    rank 0, 1, 2     broadcast_object(draw())    broadcast_object(path)    fit(…)        facts: 17, "runs/5"
-    a new rank       17                          "runs/5"                  fit(…)        its script makes the same calls
+    rank 0, 1, 2     broadcast_object(draw())    fit(…)     evaluate(…)    fit(…)        facts: 17, a history, a loss
+    a new rank       17                          history    loss           fit(…)        its script makes the same calls
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar, cast
 
 import cloudpickle
+
+T = TypeVar("T")
 
 #: Pickled objects, in the order of the calls.
 Facts = Sequence[bytes]
@@ -17,7 +19,7 @@ Facts = Sequence[bytes]
 #: As many bytes of objects are kept: for those that come later, a new rank has to do with its own.
 _MOST = 256 << 20
 _facts: list[bytes] = []
-_learned: Facts = ()
+_learned: list[bytes] = []
 _are_noted = True
 _room = _MOST
 
@@ -31,11 +33,11 @@ def note_fact(pickled: bytes) -> None:
         _facts.append(kept)
 
 
-def learned_fact(own: Any) -> Any:
+def learned_fact(own: T) -> T:
     """Returns, in a new rank, what the others have sent each other in this call; ``own`` if it has not learned it."""
     pickled = _learned[len(_facts)] if _are_noted and len(_facts) < len(_learned) else b""
     note_fact(pickled)
-    return cloudpickle.loads(pickled) if pickled else own
+    return cast(T, cloudpickle.loads(pickled)) if pickled else own
 
 
 def facts() -> Facts:
@@ -44,9 +46,8 @@ def facts() -> Facts:
 
 
 def learn_facts(facts: Facts) -> None:
-    """Makes these the facts of a new rank."""
-    global _learned
-    _learned = facts
+    """Adds these to the facts that a new rank knows."""
+    _learned.extend(facts)
 
 
 @contextmanager

@@ -4,12 +4,15 @@ these functions, so callers take them from the module.
 
 import enum
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import choros.comm as comm
 from choros.comm import global_process_set, is_initialized
 from choros.elastic.commit_store import CommitStore
+from choros.parallel import objects
 from choros.settings import current
+
+T = TypeVar("T")
 
 
 class HostUpdate(enum.IntEnum):
@@ -54,6 +57,11 @@ def admit() -> bool:
     """Takes in a waiting rank; all ranks call it. ``False`` in a new one when the others are in a later block."""
     was_new = is_new()
     return not is_initialized() or comm.admit() or not was_new
+
+
+def shared_result(own: T) -> T:
+    """Returns ``own``; in a process that has passed a block by, the result of rank 0."""
+    return objects.shared_result(own) if is_initialized() else own
 
 
 def commits() -> CommitStore | None:

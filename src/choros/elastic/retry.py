@@ -54,8 +54,8 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
         func: takes a ``State``, and further arguments.
 
     Returns:
-        A function with the same arguments and result; ``None`` in a rank that was started in the place of a lost one
-        and comes when the others are in a later function.
+        A function with the same arguments and result. A rank that was started in the place of a lost one, and comes
+        when the others are in a later function, returns what rank 0 has: numbers, texts and arrays; else ``None``.
 
     Raises:
         HorovodInternalError: ``func`` has raised it three times without a commit in between, and not because ranks
@@ -83,6 +83,9 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+        return job.shared_result(train(state, *args, **kwargs))
+
+    def train(state: State, *args: Any, **kwargs: Any) -> R:
         failures, commits, present = 0, 0, job.members()
         fewest = present
         with job.opening(), job.raising(), ExitStack() as stack:

@@ -11,6 +11,8 @@ from choros.comm import Communicator, ProcessSet, global_process_set
 from choros.comm.facts import learned_fact, note_fact
 from choros.comm.signature import Signatures
 from choros.parallel.ops import root_index
+from choros.parallel.structure import leaves
+from choros.settings import current
 
 T = TypeVar("T")
 
@@ -50,6 +52,23 @@ def broadcast_object(
         sent = pickled if is_root else received.tobytes()
         communicator.when_settled(lambda: note_fact(sent))
     return obj if is_root else signed.load(received, communicator.launched.index(sender))
+
+
+def shared_result(own: T) -> T:
+    """Returns ``own``, the result of a call that all ranks make outside of openings; in a new rank, which has passed by
+    what the others have done, that of rank 0, if it consists of numbers, texts and arrays.
+    """
+    communicator = global_process_set.communicator
+    if not (communicator.elastic and current().spawn):
+        return own
+    if communicator.is_new:
+        return learned_fact(own)
+    note_fact(cloudpickle.dumps(own) if all(map(_is_plain, leaves(own))) else b"")
+    return own
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, bool | int | float | str | np.generic | np.ndarray)
 
 
 def object_of_first(make: Callable[[], T]) -> T:

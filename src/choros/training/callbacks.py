@@ -203,6 +203,8 @@ class ElasticCallback(EpochCallback):
         """Ends that."""
         self._run.on_train_end(logs)
         self._context.close()
+        if self._admits:
+            self._run.share_history()
 
 
 @final

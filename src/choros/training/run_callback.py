@@ -35,7 +35,7 @@ from choros.elastic.commit_store import CommitStore
 from choros.elastic.preemption import end_job
 from choros.errors import ConfigError
 from choros.observe.progress import page
-from choros.parallel.objects import broadcast_object, object_of_first
+from choros.parallel.objects import broadcast_object, object_of_first, shared_result
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.keras_internals.fit import set_initial_epoch, sync_jax_state
 from choros.training.keras_internals.models import build_from_batch, is_built
@@ -160,6 +160,11 @@ class RunCallback(keras.callbacks.Callback):
             self._write(self.params["epochs"])
         if self._epochs is not None and self._epochs.job_ends:
             end_job(lambda: self._write(self.params["epochs"]))
+
+    def share_history(self) -> None:
+        """Gives a new rank that has passed this call of ``fit`` by the others' history; after the opening."""
+        history = self.model.history
+        history.epoch, history.history = shared_result((history.epoch, history.history))
 
     def restore_callbacks(self) -> None:
         """Restores the callbacks once more after the beginning of an epoch that goes on in its middle, where they zero

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from choros.comm.communicator import Communicator
 from choros.comm.engines.local import LocalCommunicator
-from choros.comm.facts import facts, learn_facts
+from choros.comm.facts import facts
 from choros.comm.fusion import aligned_empty, chunk_bytes
 from choros.comm.members import LEAVES, NEWCOMER, MemberLost
 from choros.comm.primitives import Array
@@ -387,7 +387,6 @@ def _start_new_rank(topology: Topology) -> tuple[Communicator, Topology]:
         _job.entrance = Entrance(MPI.Comm.Get_parent())
     entrance = _job.entrance
     invitation = entrance.invitation
-    learn_facts(invitation.facts)
     _job.number = invitation.number
     admissions = _job.admissions = Admissions(invitation.slots, facts(), _job.gate)
     hosts = [str(leader) for leader in invitation.slots.known_to(invitation.number)]

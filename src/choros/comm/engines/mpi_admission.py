@@ -7,7 +7,7 @@ what follows the last. A lost one is replaced, a few times; if rank 0 is lost, i
     ◄────── hello ───────── init()
     Merge ◄───────────────► Merge                            a communicator of these two
     ───── invitation ─────► the script runs as if all ranks did the same (local.py), until it
-    ◄────── at(k) ───────── comes to the k-th opening
+    ◄────── at(k) ───────── comes to the k-th opening; of one that is over it gets the facts since, and passes by
                                                              the agreement at the end of a collective tells all of it
     ────── come in ───────► Create_intercomm, Merge ◄──────► Create_intercomm, Merge
 """
@@ -29,7 +29,7 @@ from mpi4py import MPI
 
 from choros import durations
 from choros.comm.engines.mpi_survivors import revoke
-from choros.comm.facts import Facts
+from choros.comm.facts import Facts, learn_facts
 from choros.settings import SESSION_BYTES, current
 from choros.transport.gate import Gate
 
@@ -147,11 +147,12 @@ class Invitation:
 class _NewRank:
     """A process that rank 0 has started, until it is taken in: the opening it waits ``at``, or its ``problem``."""
 
-    def __init__(self, invitation: Invitation, passes: Callable[[int], bool], gate: RankGate) -> None:
+    def __init__(self, invitation: Invitation, since: Callable[[int, int], Facts | None], gate: RankGate) -> None:
+        """``since``: once an opening is over, the facts after the first few."""
         self.invitation = invitation
         self.at: int | None = None
         self.problem = ""
-        self._passes = passes
+        self._since = since
         self._gate = gate
         self._pair: MPI.Intracomm | None = None
         self._overdue = time.monotonic() + current().start_timeout
@@ -194,14 +195,14 @@ class _NewRank:
             pair.send(self.invitation, 1, _ANSWER)
             if self._stopped.is_set():  # given up
                 pair.send(None, 1, _ANSWER)
-            self._pair = pair
+            self._pair, known = pair, len(self.invitation.facts)
             while not self._stopped.wait(durations.ADMISSION_LOOK):
                 _check(pair)
                 if pair.Iprobe(1, _AT):
                     self.at = pair.recv(source=1, tag=_AT)
-                if self.at is not None and self._passes(self.at):
-                    self.at = None
-                    pair.send(False, 1, _ANSWER)
+                if self.at is not None and (facts := self._since(self.at, known)) is not None:
+                    self.at, known = None, known + len(facts)
+                    pair.send(facts, 1, _ANSWER)
         except MPI.Exception as error:
             self.problem = error.Get_error_string()
 
@@ -222,7 +223,7 @@ class _NewRank:
 
 @final
 class Admissions:
-    """The openings of this job, and the new ranks that are under way, which receive the facts of their start."""
+    """The openings of this job, and the new ranks that are under way, which receive the facts."""
 
     def __init__(self, slots: RankSlots, facts: Facts, gate: RankGate) -> None:
         self.number = 0
@@ -258,9 +259,7 @@ class Admissions:
                 self._failures += 1
                 if self._failures == _TRIES:
                     _log.warning("no further rank is started: %d have ended before they could join.", _TRIES)
-            elif new.invitation.facts != self._facts:  # it runs the script with others
-                new.dismiss()
-        self._new = [new for new in self._new if not new.problem and new.invitation.facts == self._facts]
+        self._new = [new for new in self._new if not new.problem]
         may_start = all(new.is_connected for new in self._new) and self._failures < _TRIES
         if may_start and self.admitted + len(self._new) < self._limit:
             taken = {*launched, *self.gone, *(new.invitation.number for new in self._new)}
@@ -269,8 +268,11 @@ class Admissions:
                 leaders = self._slots.leaders
                 self._has_far = self._has_far or leaders[number] != leaders[launched[0]]
                 invitation = Invitation(number, self._slots, list(self._facts))
-                self._new.append(_NewRank(invitation, lambda number: number < self.number, self._gate))
+                self._new.append(_NewRank(invitation, self._facts_since, self._gate))
         return any(new.at == self.number for new in self._new)
+
+    def _facts_since(self, opening: int, known: int) -> Facts | None:
+        return list(self._facts[known:]) if opening < self.number else None
 
     def _may_come(self, number: int) -> bool:
         hosts = self._slots.hosts
@@ -323,6 +325,7 @@ class Entrance:
             self.invitation: Invitation = _received(self._pair, _ANSWER)
         except MPI.Exception as error:
             self._leave(error)
+        learn_facts(self.invitation.facts)
 
     def wait(self, opening: int) -> tuple[MPI.Intracomm, frozenset[int], int] | None:
         """Waits in an opening; returns the communicator with the rank that has started this one, and what its
@@ -335,7 +338,10 @@ class Entrance:
             self._leave(error)
         if answer is None:
             self._leave("the others have ended")
-        return (self._pair, *answer) if answer else None
+        if isinstance(answer, list):
+            learn_facts(answer)
+            return None
+        return (self._pair, *answer)
 
     def _leave(self, reason: object) -> Never:
         _log.info("this process was to become a rank, but is not needed any more: %s.", reason)

@@ -49,7 +49,7 @@ from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.identical import are_identical
 from choros.parallel.moments import RankMoments
-from choros.parallel.objects import object_of_first
+from choros.parallel.objects import object_of_first, shared_result
 from choros.settings import current
 from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from choros.training.evaluation import repeated
@@ -182,8 +182,9 @@ class SynchronousTraining(Training):
         admits, directory = global_process_set.communicator.elastic, current().commit_dir
         if admits and call["verbose"]:  # Keras' own progress bar would end with rank 0
             callbacks.append(FirstRankCallback(keras.callbacks.ProgbarLogger(), call["verbose"]))
+        run = RunCallback(callbacks, directory, admits=admits)
         if admits or directory:
-            callbacks = [*callbacks, RunCallback(callbacks, directory, admits=admits)]
+            callbacks = [*callbacks, run]
         if admits:
             # First, so that commits hold all of the last batch, and none of the next.
             between = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda *_, **__: steps.begin_batch())
@@ -193,11 +194,16 @@ class SynchronousTraining(Training):
         named = shares_named(batch_size, self._replicas.count)
         with named, enter_fit(), built_before_training(model), elastic:
             history = call.replaced(**changes, shuffle=False, verbose=verbose).run()
+        if admits:
+            run.share_history()
         global_process_set.communicator.barrier()  # the files that process 0 has written exist for all processes
         return history
 
     def evaluate(self, model: Any, call: KerasCall) -> Any:
         """Evaluates this process's rows, then reduces the metrics' sums."""
+        return shared_result(self._evaluated(model, call))
+
+    def _evaluated(self, model: Any, call: KerasCall) -> Any:
         average_statistics(model)
         if self._replicas.count == 1:
             return _run_locally(call)
@@ -229,9 +235,10 @@ class SynchronousTraining(Training):
         datasets.check_shared(call["x"], self._replicas)
         distributed = datasets.is_distributed(call["x"])
         with enter_fit():
-            return repeated(
+            outputs = repeated(
                 lambda: predict_rows(call, self._replicas.first, self._replicas.count, distributed=distributed)
             )
+        return shared_result(outputs)
 
     def train_on_batch(self, model: Any, call: KerasCall) -> Any:
         """Trains one step on this process's rows."""

@@ -1,0 +1,82 @@
+"""A search over learning rates: three calls of fit, or of a function of ``elastic.run``; rank 1 is killed in the first.
+The new rank comes when the others are in the last, which waits for it, and has their results of the calls before.
+
+Arguments: ``strategy``, ``horovod`` or ``run``; a directory. Prints, as JSON, the results of each call but the last.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import choros
+import choros.distribute as dist
+import choros.keras as hvd
+from choros.comm import global_process_set
+
+api, directory = sys.argv[1], Path(sys.argv[2])
+choros.init()
+is_new, number, size = global_process_set.communicator.is_new, choros.rank(), choros.size()
+x = np.random.default_rng(0).normal(size=(48, 4)).astype("float32")
+rates, results = (0.01, 0.02, 0.03), []
+
+
+class Ends(keras.callbacks.Callback):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if number == 1 and not is_new and batch == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch >= 1 and (self.number < 2 or choros.size() == size)
+
+
+def fit(number, rate):
+    strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(rate)
+        model.compile(optimizer if strategy else hvd.DistributedOptimizer(optimizer), "mse")
+    options = {"epochs": 1000, "verbose": 0, "callbacks": [Ends(number)]}
+    if strategy:
+        history = model.fit(x, x[:, :1], batch_size=12, **options)
+        evaluated = [model.evaluate(x, x[:, :1], verbose=0), model.predict(x, verbose=0).tolist()]
+    else:
+        data, evaluated = hvd.shard((x, x[:, :1]), batch_size=12, shuffle=True), []
+        own = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        options["callbacks"] = [hvd.callbacks.ElasticCallback(data, own), *own, *options["callbacks"]]
+        history = model.fit(data, shuffle=False, **options)
+    return [history.history, history.epoch, *evaluated]
+
+
+@hvd.elastic.run
+def train(state, number, rate):
+    while state.steps < 3 or (number == 2 and choros.size() < size):
+        if choros.rank() == 1 and not is_new and state.steps == 1 and number == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.steps += 1
+        state.commit()
+    return {"rate": rate, "trained": np.full(2, state.steps)}
+
+
+while is_new and not (directory / "ended").exists():
+    time.sleep(0.02)
+for call, rate in enumerate(rates):
+    if api == "run":
+        result = train(hvd.elastic.ObjectState(steps=0), call, rate)
+        result = {name: np.asarray(each).tolist() for name, each in result.items()}
+    else:
+        result = fit(call, rate)
+    results.append(result)
+    if call == 1 and not is_new:
+        (directory / "ended").touch()
+print(json.dumps({"new": is_new, "size": choros.size(), "results": results[:2]}), flush=True)
