@@ -52,6 +52,7 @@ def check_validation(report, held_out=30, batch=16):
     ("framework", "api", "kills", "left"),
     [
         ("torch", "strategy", "0@5,3@5", [1, 2]),  # two at once, rank 0 among them
+        ("torch", "strategy", "0@primitive:37", [1, 2, 3]),  # while it broadcasts the first weights
         pytest.param("torch", "horovod", "2@6,1@16", [0, 3], marks=pytest.mark.nightly),  # and among what 2 has left
         pytest.param("tensorflow", "horovod", "1@3,0@20", [2, 3], marks=pytest.mark.nightly),
         pytest.param("jax", "strategy", "0@4", [1, 2, 3], marks=pytest.mark.nightly),
@@ -480,11 +481,17 @@ def test_micro_batches_of_slices_are_those_of_each_row_once(framework, api, kill
 
 
 @pytest.mark.parametrize(
-    "framework", ["torch", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tensorflow", "jax"))]
+    ("framework", "api"),
+    [
+        ("torch", "strategy"),  # whose rank 0 alone reads the backup, before the commit
+        pytest.param("torch", "horovod", marks=pytest.mark.nightly),
+        pytest.param("tensorflow", "horovod", marks=pytest.mark.nightly),
+        pytest.param("jax", "horovod", marks=pytest.mark.nightly),
+    ],
 )
-def test_a_job_that_has_lost_a_slice_and_its_copy_is_started_again(framework, sharded, tmp_path):
+def test_a_job_that_has_lost_a_slice_and_its_copy_is_started_again(framework, api, sharded, tmp_path):
     again = ("--commit-dir", tmp_path / "commits", "--reset-limit", 1)
-    ended, reports = fit(framework, "1@17,2@17", "horovod", ranks=4, more=again, directory=tmp_path)
+    ended, reports = fit(framework, "1@17,2@17", api, ranks=4, more=again, directory=tmp_path)
     said = (
         r"ranks 1, 2 on \S+ were lost, and with them a slice of the optimizer's state and its copy; it is started again"
     )

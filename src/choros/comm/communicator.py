@@ -148,16 +148,18 @@ class Communicator(Members):
         return self.atomic(collective)
 
     @final
-    def broadcast(self, array: ArrayLike, root: int = 0, *, name: str = "") -> Array:
-        """Sends the array of the member ``root`` to every rank; of the others' only shape and dtype matter."""
+    def broadcast(self, array: ArrayLike, root: int = 0, *, name: str = "", heirs: Sequence[int] = ()) -> Array:
+        """Sends the array of the member ``root`` to every rank; of the others' only shape and dtype matter, but if the
+        root is lost, the first left of ``heirs``, as the launcher numbers them, sends its own.
+        """
         source = np.asarray(array)
         problem = dtype_problem(source.dtype)
         if not 0 <= root < self.size:
             problem = ConfigError(f"broadcast: root={root} is not one of the {self.size} ranks 0 … {self.size - 1}.")
-        sender = self.launched[root] if problem is None else None
+        senders = [self.launched[root], *heirs] if problem is None else []
 
         def collective() -> Array:
-            rank = root if sender is None else self.first_left([sender], "the sender of a broadcast")
+            rank = self.first_left(senders, "the sender of a broadcast") if senders else root
             self.agree(_request("broadcast", ((source.shape, source.dtype),), name, root=rank), problem=problem)
             return broadcast_from(self, rank, source)
 

@@ -284,7 +284,9 @@ def broadcast_arrays(
     senders = [communicator.launched[root_index(root_rank, process_set)], *heirs]
     # Not together: ranks that have joined take part in one collective at a time.
     return [
-        communicator.broadcast(array, communicator.first_left(senders, "the sender of a broadcast"), name=name)
+        communicator.broadcast(
+            array, communicator.first_left(senders, "the sender of a broadcast"), name=name, heirs=heirs
+        )
         for array, name in zip(arrays, names, strict=True)
     ]
 

@@ -59,10 +59,11 @@ def decide_writers(written: Written) -> None:
 def complete_files() -> None:
     """Makes all files that Keras saves complete at any time, its callbacks' too."""
     from choros.training.keras_internals.saving import file_writers, make_backups_atomic, share_directories
+    from choros.training.sliced_optimizer import loading_alone
 
     for owner, name in file_writers():
         complete(owner, name, "filepath")
-    make_backups_atomic(_amended)
+    make_backups_atomic(_amended, loading_alone())
     share_directories()
 
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+import numpy as np
 from numpy.typing import NDArray
 
 from choros.errors import ConfigError
@@ -32,6 +33,7 @@ from choros.training.variables import OF_SLICE, value_of
 from choros.training.whole_state import WholeState, host_value
 
 _ATTRIBUTE, _STATE = "_choros_slices", "_choros_state"
+_loads_alone = False
 
 
 class _Sliced:
@@ -97,7 +99,11 @@ class _Sliced:
                 stacklevel=2,
             )
             return
-        assign_whole(self, (store[str(number)] for number in range(expected)))
+        values: Iterator[Any] = (store[str(number)] for number in range(expected))
+        if _loads_alone:
+            whole = [np.asarray(each) for each in values]
+            state_of(self).held, values = whole[len(_outer_variables(self)) :], iter(whole)
+        assign_whole(self, values)
 
 
 class _SlicedLossScale:
@@ -121,6 +127,17 @@ def apply_scaled(optimizer: Any, gradients: Sequence[Any], own: Sequence[Any]) -
     updated = update_if_finite(optimizer, finite, state, every, values)
     for variable, value in zip(assigned, [each for part in updated for each in part], strict=True):
         variable.assign(value)
+
+
+@contextmanager
+def loading_alone() -> Iterator[None]:
+    """A context in which a rank may load what others do not: it keeps the whole state until it is broadcast."""
+    global _loads_alone
+    _loads_alone = True
+    try:
+        yield
+    finally:
+        _loads_alone = False
 
 
 @contextmanager

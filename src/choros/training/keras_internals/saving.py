@@ -65,15 +65,17 @@ def share_directories() -> None:
     file_utils.makedirs = makedirs
 
 
-def make_backups_atomic(amended: Callable[[Callable[[Path], None]], AbstractContextManager[None]]) -> None:
+def make_backups_atomic(
+    amended: Callable[[Callable[[Path], None]], AbstractContextManager[None]], alone: Callable[[Any], Any]
+) -> None:
     """Makes ``BackupAndRestore`` save weights and epoch in one step, in the weights' file; Keras alone reads another.
-    ``amended`` is a block that completes each file.
+    ``amended`` is a block that completes each file, ``alone`` makes a function one by which a rank may load alone.
     """
     from keras.src.callbacks.backup_and_restore import BackupAndRestore
     from keras.src.utils import file_utils
 
     own_load, own_save, own_end = (
-        BackupAndRestore._load_model,
+        alone(BackupAndRestore._load_model),
         BackupAndRestore._save_model,
         BackupAndRestore.on_train_end,
     )
