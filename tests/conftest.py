@@ -36,8 +36,8 @@ else:
 
 #: A test that has no other fixtures shares nothing with others of its file.
 OWN_FIXTURES = {"tmp_path", "tmp_path_factory", "monkeypatch", "capsys", "capfd", "caplog", "request"}
-#: The property of a test in which the machine stood still: see ``standstill.py``.
-MADE_AGAIN = ("made again", True)
+#: The property of a test in which the machine stood still, with how it failed then: see ``standstill.py``.
+MADE_AGAIN = "made again"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,8 +87,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     began = time.monotonic()
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
-    if any(report.failed for report in reports) and MADE_AGAIN not in item.user_properties and stood_still(began):
-        item.user_properties.append(MADE_AGAIN)
+    failures = "\n".join(report.longreprtext for report in reports if report.failed)
+    if failures and MADE_AGAIN not in dict(item.user_properties) and stood_still(began):
+        item.user_properties.append((MADE_AGAIN, failures))
         item._initrequest()
         return item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     for report in reports:
@@ -99,8 +100,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in (each for reports in terminalreporter.stats.values() for each in reports):
-        if getattr(report, "when", "") == "call" and MADE_AGAIN in map(tuple, report.user_properties):
-            terminalreporter.write_line(f"{report.nodeid}: made again, as the machine stood still in it")
+        if getattr(report, "when", "") == "call" and (failures := dict(report.user_properties).get(MADE_AGAIN)):
+            terminalreporter.section(f"{report.nodeid}: made again, as the machine stood still in it")
+            terminalreporter.write_line(failures)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
