@@ -401,6 +401,22 @@ def test_a_new_rank_has_the_results_of_what_it_passes_by(api, framework, tmp_pat
 
 
 @pytest.mark.parametrize(
+    "framework", ["torch", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tensorflow", "jax"))]
+)
+def test_a_new_rank_comes_between_two_fits_in_a_function_of_elastic_run(framework):
+    flags = ("-np", 3, "--min-np", 1)
+    ended = run(*flags, sys.executable, HERE / "nested_script.py", env={"KERAS_BACKEND": framework}, warm=True)
+    assert ended.code == 0, ended.err
+    reports = [json.loads(each) for each in re.findall(r"{.*}", ended.out)]
+    assert sorted((each["number"], each["new"], each["size"]) for each in reports) == [
+        (0, False, 3),
+        (1, True, 3),
+        (2, False, 3),
+    ]
+    assert len({(each["result"], each["calls"]) for each in reports}) == 1
+
+
+@pytest.mark.parametrize(
     ("victims", "what", "left"),
     [
         ("0 2", "join", ["number 0 is rank 1 of 3: 3", "number 1 is rank 0 of 3: 3", "number 2 is rank 2 of 3: 3"]),

@@ -6,6 +6,7 @@ from choros.comm.context import (
     admit,
     init,
     is_initialized,
+    is_nested,
     leave_alone,
     on_change,
     opening,

@@ -38,6 +38,7 @@ class _JobState:
     finalize: Callable[[], None]
     process_sets: dict[int, ProcessSet] = field(default_factory=dict)
     next_id: int = 1
+    openings: int = 0
 
 
 _log = logging.getLogger("choros")
@@ -180,12 +181,22 @@ def raising_losses() -> Iterator[None]:
 @contextmanager
 def opening(*, admits: bool = True) -> Iterator[None]:
     """Where new ranks replace lost ones of an elastic job, when all call ``admit``; all enter it at the same place. If
-    it does not ``admit``, no new rank is started for it.
+    it does not ``admit``, no new rank is started for it. One in another is a part of it, and takes in none.
     """
     job = _current("opening()")
     # A new rank cannot become a member of process sets that exist.
-    with job.communicator.opening() if admits and not job.process_sets else nullcontext(), without_facts():
-        yield
+    admits = admits and not job.process_sets and not job.openings
+    job.openings += 1
+    try:
+        with job.communicator.opening() if admits else nullcontext(), without_facts():
+            yield
+    finally:
+        job.openings -= 1
+
+
+def is_nested() -> bool:
+    """Whether the program is in an opening that is a part of another one, such as ``fit`` in ``elastic.run``."""
+    return _current("is_nested()").openings > 1
 
 
 def admit() -> bool:

@@ -30,7 +30,7 @@ from typing import Any, final
 
 import keras
 
-from choros.comm import admit, global_process_set
+from choros.comm import admit, global_process_set, is_nested
 from choros.elastic.commit_store import CommitStore
 from choros.elastic.preemption import end_job
 from choros.errors import ConfigError
@@ -77,7 +77,7 @@ class RunCallback(keras.callbacks.Callback):
         self._epochs = epochs = steps_of(self.model).epochs
         if epochs is not None:
             epochs.commit = None if self._store is None else self._commit
-            epochs.admit = self._admit if self._admits else None
+            epochs.admit = self._admit if self._admits and not is_nested() else None
         if self._admits and epochs is not None and not is_built(self.model):
             batch = epochs.example_batch()
             if batch is not None:
