@@ -58,6 +58,7 @@ from choros.comm.engines.mpi_admission import (  # noqa: E402
 )
 from choros.comm.engines.mpi_survivors import (  # noqa: E402
     agreed,
+    allreduced,
     common_bits,
     is_loss,
     revoke,
@@ -132,7 +133,7 @@ class _Made(NamedTuple):
         """Makes of ``comm`` what belongs to the ``members`` that are in it; all of them call it."""
         comms = _Comms.of(comm, _job.number)
         world = comm.Dup() if members is _job.communicator else None
-        collectives = comm.allreduce(members.collectives, MPI.MAX)
+        collectives = allreduced(comm, members.collectives, MPI.MAX)
         return cls(comms, world, collectives, comm.bcast(members.tuning))
 
 
@@ -205,7 +206,7 @@ class MpiCommunicator(Communicator):
                     if self._comms.host.Get_rank() == 0:
                         _log.warning("no shared memory of %d bytes: ranks reduce by messages (%s).", nbytes, error)
                 # Ranks of other hosts may have some, but all must go the same way.
-                if not self._comm.allreduce(memory is not None, MPI.LAND):
+                if not allreduced(self._comm, memory is not None, MPI.MIN):
                     self._window = None
         return super()._allocate(nbytes) if memory is None or self._window is None else memory
 

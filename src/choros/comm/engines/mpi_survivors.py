@@ -49,6 +49,13 @@ def common_bits(comm: MPI.Intracomm, bits: int, describe: Callable[[], LongWait]
     return int(common)
 
 
+def allreduced(comm: MPI.Intracomm, number: int, op: MPI.Op) -> int:
+    """Not mpi4py's ``allreduce`` of objects, which probes: a probe may not end when ``comm`` is revoked."""
+    buffer = np.array([number], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, buffer, op)
+    return int(buffer[0])
+
+
 def revoke(*comms: MPI.Intracomm | None) -> None:
     """Makes all calls of all members on ``comms`` fail, except ``agreed`` and ``shrunk``."""
     for comm in comms:
