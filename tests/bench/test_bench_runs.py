@@ -1,6 +1,7 @@
 """The commands, run for real: they end, and write their files. No test depends on a time."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -110,3 +111,22 @@ def test_start(tmp_path: Path) -> None:
         ("import", "choros", 1),
         ("import", "numpy", 1),
     }
+
+
+@pytest.mark.skipif("jax" not in FRAMEWORKS, reason="requires JAX")
+def test_keras_distribution_trains_on_all_devices() -> None:
+    """``clear_session``, which precedes each case, takes the distribution away: a plain model would be measured."""
+    program = (
+        "from choros.bench.cases import TrainCase\n"
+        "from choros.bench.processes.keras_fit import distribution\n"
+        "prepare = distribution()\n"
+        "for case in (TrainCase('cnn', 2), TrainCase('cnn', 3)):\n"
+        "    task = prepare(case)\n"
+        "    task.run(1)\n"
+        "    task.check()\n"
+        "import keras\n"
+        "print(len(keras.distribution.distribution().device_mesh.devices))\n"
+    )
+    environ = {**os.environ, "KERAS_BACKEND": "jax", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environ)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

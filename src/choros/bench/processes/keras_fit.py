@@ -1,6 +1,7 @@
 """Keras' ``fit``: by choros, plain, with ``keras.distribution`` and with ``tf.distribute.MirroredStrategy``."""
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,6 @@ def choros(shard_state: str = "") -> Prepare:
     import choros.keras as hvd
 
     distributed = partial(hvd.DistributedOptimizer, shard_state=bool(shard_state))
-
     hvd.init()
     hvd.pin_device()
 
@@ -45,11 +45,18 @@ def distribution() -> Prepare:
 
     if "KERAS_DISTRIBUTION_JOB_ADDRESSES" in os.environ:
         keras.distribution.initialize()
-    keras.distribution.set_distribution(keras.distribution.DataParallel(auto_shard_dataset=False))
 
     def prepare(case: Any) -> Task:
-        keras.utils.clear_session()
-        return fit_task(compiled(case.model), case, case.batch * jax.local_device_count())
+        keras.utils.clear_session()  # also of the distribution
+        keras.distribution.set_distribution(keras.distribution.DataParallel(auto_shard_dataset=False))
+        model = compiled(case.model)
+
+        def check() -> None:
+            devices = len(model.trainable_variables[0].value.sharding.device_set)
+            if devices != jax.device_count():
+                raise RuntimeError(f"the model is on {devices} of {jax.device_count()} devices")
+
+        return replace(fit_task(model, case, case.batch * jax.local_device_count()), check=check)
 
     return prepare
 
