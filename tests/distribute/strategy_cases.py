@@ -395,6 +395,35 @@ def case_batches_of_a_data_loader():
     check_data(data_loader)
 
 
+def case_data_sets_with_fewer_rows_than_replicas():
+    row = data(1)
+
+    class Row(Batches):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return row
+
+    kinds = [Row()]
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        kinds.append(tf.data.Dataset.from_tensor_slices(row).batch(2))
+    elif BACKEND == "torch":
+        import torch
+
+        tensors = torch.utils.data.TensorDataset(*map(torch.tensor, row))
+        kinds.append(torch.utils.data.DataLoader(tensors, batch_size=2))
+    for given in kinds:
+        ours, theirs = both()  # whose metrics are not built before
+        np.testing.assert_allclose(ours.evaluate(given, verbose=0), theirs.evaluate(*row, verbose=0), rtol=1e-4)
+        with pytest.raises(ConfigError, match="a global batch of 1 examples is smaller than the 2 replicas"):
+            ours.fit(given, verbose=0)
+        histories = [fit(model, *data(), batch_size=BATCH, validation_data=given) for model in (ours, theirs)]
+        assert_same_history(*histories)
+
+
 def case_epochs_of_some_steps_go_on_where_the_one_before_has_ended():
     own = {"torch": data_loader, "tensorflow": tf_data, "jax": Batches}[BACKEND]
     for given in (data(), (Batches(),), (own(),)):

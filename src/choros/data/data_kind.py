@@ -80,6 +80,10 @@ class DataKind(ABC):
         """Returns the number of rows of a full batch; ``None`` if data would have to be read."""
         return None
 
+    def rows(self, data: Any) -> int | None:
+        """Returns the number of rows in all batches; ``None`` if more than one would have to be read."""
+        return count_rows(data[0]) if hasattr(data, "__getitem__") and self.length(data) == 1 else None
+
     def padded(self, own: Any) -> Any:
         """Returns ``own``, the data set of this process alone, with empty batches at its end, so that all processes,
         which must call this, have the same number of batches; ``None`` if the kind has no such data sets.

@@ -89,6 +89,11 @@ class DataLoaderKind(DataKind):
         rows: int | None = data.batch_size
         return rows
 
+    def rows(self, data: Any) -> int | None:
+        """Returns the number of indices that its sampler draws."""
+        is_known = data.batch_size and not _is_stream(data) and hasattr(data.sampler, "__len__")
+        return len(data.sampler) if is_known else None
+
 
 def _is_stream(loader: Any) -> bool:
     """Whether the loader reads its examples in sequence, so that they cannot be selected by index."""

@@ -72,6 +72,11 @@ class TfDataKind(DataKind):
         rows: int | None = shape[0] if shape.rank else None
         return rows
 
+    def rows(self, data: Any) -> int | None:
+        """Returns the number of examples of which it makes batches, if that is known."""
+        counted = count_examples(data)
+        return None if counted is None else counted[0]
+
     def traits(self, data: Any) -> Iterable[Any]:
         """Returns the seeds of what is shuffled, and what lies in memory, such as names of files."""
         if data.options().experimental_distribute.auto_shard_policy is AutoShardPolicy.OFF:

@@ -71,6 +71,8 @@ def training_data(call: KerasCall, x: Any, y: Any, weights: Any, replicas: Repli
         size = call["batch_size"] or BATCH
         check_global_batch(min(size, count_rows(x)), part.count)
         sharding, x = replace(sharding, batch_size=size), _packed(x, y, weights)
+    elif (rows := kind.rows(x)) is not None:
+        check_global_batch(rows, part.count)
     datasets.check_shared(x, replicas)
     if call["shuffle"] and kind.shuffles and (sharding.batch_size or kind.has_batches):
         drawn = int(np.random.randint(2**31))  # on all processes, so that these go on drawing the same numbers
@@ -109,6 +111,8 @@ def evaluation_data(
             doubt = epochs.doubt
         if replicas.first == 0:
             _log.warning("if a rank is lost, no other one evaluates its part of the data: %s", doubt)
+    elif not datasets.is_distributed(x) and (kind_of(x).rows(x) or replicas.count) < replicas.count:
+        return None
     return datasets.split_batches(x, replicas)
 
 
