@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from choros.transport.gate import Gate, connect_signed, new_key, new_listeners
+from choros.transport.gate import Gate, connect_signed, new_listeners
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no other system has gates")
 LISTENS = (
@@ -35,14 +35,13 @@ def can_connect(port: int) -> bool:
 
 
 def test_only_who_has_the_key_connects(server: socket.socket) -> None:
-    port, key = server.getsockname()[1], new_key()
-    gate = Gate(os.getpid(), key, [os.fstat(server.fileno()).st_ino])
+    port, gate = server.getsockname()[1], Gate(os.getpid(), [os.fstat(server.fileno()).st_ino])
     assert can_connect(port)
     assert gate.close()
     assert not can_connect(port)
     with pytest.raises(TimeoutError):
-        connect_signed(("127.0.0.1", port), new_key(), seconds=0.3)
-    with connect_signed(("127.0.0.1", port), key, seconds=10) as connection:
+        connect_signed(("127.0.0.1", port), Gate(os.getpid()).key, seconds=0.3)
+    with connect_signed(("127.0.0.1", port), gate.key, seconds=10) as connection:
         accepted, _ = server.accept()
         connection.sendall(b"signed")
         assert accepted.recv(16) == b"signed"

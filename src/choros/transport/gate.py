@@ -43,18 +43,13 @@ _PREFIX = 1
 _RECEIVED = slice(128, 136)
 
 
-def new_key() -> bytes:
-    """Returns a new key."""
-    return secrets.token_bytes(_KEY_BYTES)
-
-
 @final
 class Gate:
-    """The gate before sockets, by default all at which ``pid`` listens at a call; nobody has the default key."""
+    """The gate before sockets, by default all at which ``pid`` listens at a call; who has its ``key`` passes."""
 
-    def __init__(self, pid: int, key: bytes = b"", sockets: Iterable[int] | None = None) -> None:
+    def __init__(self, pid: int, sockets: Iterable[int] | None = None) -> None:
+        self.key = secrets.token_bytes(_KEY_BYTES)
         self._pid = pid
-        self._key = key or new_key()
         self._chosen = None if sockets is None else frozenset(sockets)
         self._examined: set[int] = set()
 
@@ -74,7 +69,7 @@ class Gate:
         """Closes the gate, ends connections not accepted yet; returns whether it worked for all, and any exist."""
 
         def close(_number: int, listening: socket.socket) -> None:
-            _require(listening, self._key)
+            _require(listening, self.key)
             _end_waiting(listening)
 
         sockets = self.sockets()
@@ -132,7 +127,7 @@ def new_listeners() -> Iterator[set[int]]:
     yield new
     new |= everything.sockets().keys() - before
     if hasattr(socket, "SO_BINDTODEVICE"):
-        Gate(os.getpid(), sockets=new)._with_each(new, _bind_to_loopback)
+        everything._with_each(new, _bind_to_loopback)
 
 
 def connect_signed(address: End, key: bytes, seconds: float) -> socket.socket:

@@ -42,10 +42,9 @@ class MpirunGate:
     def __init__(self, pid: int) -> None:
         self.intruders: set[int] = set()
         self._pid = pid
-        from choros.transport.gate import Gate, new_key  # imports sockets, which --help does not need
+        from choros.transport.gate import Gate  # imports sockets, which --help does not need
 
-        self._key = new_key()
-        self._gate = Gate(pid, self._key)
+        self._gate = Gate(pid)
         self._known: set[int] = set()
         self._looked = time.monotonic()
 
@@ -78,7 +77,7 @@ class MpirunGate:
     def give_key(self, session: Path) -> bool:
         """Closes the gate for good, and gives wrappers the key; returns ``False`` if the kernel allows no gate."""
         closed = self._gate.close()
-        write_key(session, self._key if closed else b"")
+        write_key(session, self._gate.key if closed else b"")
         return closed
 
 
