@@ -27,7 +27,6 @@ After SIGMA and TLS 1.3's PSK handshake in their simplest form; see RFC 8446, se
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import secrets
 import socket
 import struct
@@ -38,6 +37,7 @@ from typing import final
 
 from choros.errors import EngineError
 from choros.transport.address import is_loopback, this_host
+from choros.transport.peers import plain_address
 from choros.transport.secret import Key
 
 _MAGIC = b"choros 2"
@@ -228,21 +228,15 @@ def _closed() -> Cut:
 def path_of(end: socket.socket) -> bytes:
     """Returns the digest that names the connection on this host, the same at both ends; zeros if it leaves the host."""
     own, other = end.getsockname(), end.getpeername()
-    if end.family == getattr(socket, "AF_UNIX", None):
+    if end.family == socket.AF_UNIX:
         ends = [str(own or other)]
     else:
-        addresses = [_plain(each[0]) for each in (own, other)]
+        addresses = [plain_address(each[0]) for each in (own, other)]
         # The address of packets from a host to itself is the one they are sent to; of loopback, there are many.
         if addresses[0] != addresses[1] and not all(map(is_loopback, addresses)):
             return _AWAY
         ends = sorted(f"{address} {each[1]}" for address, each in zip(addresses, (own, other), strict=True))
     return _digest("\n".join([this_host(), *ends]).encode())
-
-
-def _plain(address: str) -> str:
-    """Returns the IPv4 address of a connection that an IPv6 socket has accepted; other addresses unchanged."""
-    ip = ipaddress.ip_address(address)
-    return str(getattr(ip, "ipv4_mapped", None) or ip)
 
 
 def _digest(data: bytes) -> bytes:

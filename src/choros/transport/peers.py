@@ -37,7 +37,7 @@ def connections_of_this_user() -> Iterator[None]:
     before = sockets_of()
     yield
     new = sockets_of().keys() - before.keys()
-    for connection, user in _with_users(_connections()):
+    for connection, user in _with_users():
         if connection.inode in new and user not in (ELSEWHERE, os.geteuid()):
             raise EngineError(
                 f"a process of another user (uid {user}) has connected to this one in place of a rank. Start "
@@ -47,7 +47,7 @@ def connections_of_this_user() -> Iterator[None]:
 
 def users_connected_to(ports: set[int]) -> dict[int, int]:
     """Returns the users at the other ends of connections to these ports, by socket number; 0: not accepted yet."""
-    return {end.inode: user for end, user in _with_users(_connections()) if end.local[1] in ports}
+    return {end.inode: user for end, user in _with_users() if end.local[1] in ports}
 
 
 def ports_of(pid: int) -> set[int]:
@@ -81,8 +81,9 @@ def sockets_of(pid: int | None = None) -> dict[int, int]:
     return found
 
 
-def _with_users(ends: list[_Connection]) -> Iterator[tuple[_Connection, int]]:
-    """Each end with the user of the other one."""
+def _with_users() -> Iterator[tuple[_Connection, int]]:
+    """Each end of a connection with the user of the other one."""
+    ends = _connections()
     users = {(end.local, end.remote): end.user for end in ends}
     for end in ends:
         yield end, users.get((end.remote, end.local), ELSEWHERE)
@@ -110,5 +111,10 @@ def _address(text: str) -> str:
     packed = b"".join(
         words[start : start + 4][:: -1 if sys.byteorder == "little" else 1] for start in range(0, len(words), 4)
     )
-    ip = ipaddress.ip_address(packed)
+    return plain_address(packed)
+
+
+def plain_address(address: str | bytes) -> str:
+    """Returns the IPv4 address of a connection that an IPv6 socket has accepted; other addresses unchanged."""
+    ip = ipaddress.ip_address(address)
     return str(getattr(ip, "ipv4_mapped", None) or ip)
