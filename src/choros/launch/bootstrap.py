@@ -82,13 +82,11 @@ def _broadcast(body: bytes | None) -> bytes:
 
 def _send(result: Any) -> None:
     try:
-        data = memoryview(cloudpickle.dumps(result))
+        data = cloudpickle.dumps(result)
     except UNPICKLABLE as error:
         raise ConfigError(f"what the rank returns cannot be sent back: {error}. {ADVICE}") from error
-    descriptor = int(os.environ.pop(RESULT_FD))
-    while data:
-        data = data[os.write(descriptor, data) :]
-    os.close(descriptor)
+    with open(int(os.environ.pop(RESULT_FD)), "wb") as pipe:
+        pipe.write(data)
 
 
 def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
