@@ -17,7 +17,7 @@ from launch.launched import rank_script, run
 def test_moments_are_as_far_apart_as_memory_allows():
     rank = RankRecord()
     for second in range(5000):
-        rank.note(RankProgress(0, steps=second), float(second))
+        rank.moments.note(RankProgress(0, steps=second), float(second))
     written = rank.to_json()
     assert len(written["times"]) <= job_record._MOST
     assert written["times"][0] == 0

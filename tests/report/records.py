@@ -18,7 +18,7 @@ def record_of(ranks: int, *, seconds: int = 60, steps: bool = True, step: float 
     for number in range(ranks):
         record.ranks[number] = rank = RankRecord(f"host-{number // 8}", 1000 + number)
         for second in range(1, seconds):
-            rank.note(progress(number, int(second / step) if steps else 0, step), BEGAN + second)
+            rank.moments.note(progress(number, int(second / step) if steps else 0, step), BEGAN + second)
     record.messages = [(BEGAN + 20.5, "chorosrun: rank 3 was killed.\nThe others go on."), (BEGAN + 40, "<i>back</i>")]
     record.ended, record.code = BEGAN + seconds, 0
     return record

@@ -93,8 +93,8 @@ def test_step_times_where_a_rank_was_lost_and_another_has_come():
     record = record_of(1)
     record.ranks[0] = rank = RankRecord("a", 1)
     for second, made in enumerate([10, 20, 40, 0, 5, 10], 1):
-        rank.note(progress(0, made), BEGAN + second)
-    rank.note(RankProgress(0, 20, seconds=4.0), BEGAN + 7)
+        rank.moments.note(progress(0, made), BEGAN + second)
+    rank.moments.note(RankProgress(0, 20, seconds=4.0), BEGAN + 7)
     points = step_times(read(record).ranks[0])
     assert points[3] is None
     assert [at for at, _ in filter(None, points)] == [1, 2, 3, 5, 6, 7]
@@ -121,7 +121,7 @@ def test_waits_are_divided_by_the_steps_in_which_others_were_last():
 def test_of_many_ranks_those_are_drawn_for_which_others_wait():
     record = record_of(100)
     record.ranks[99] = RankRecord("b", 9)
-    record.ranks[99].note(RankProgress(99, 590, 590, 59.0), BEGAN + 59)
+    record.ranks[99].moments.note(RankProgress(99, 590, 590, 59.0), BEGAN + 59)
     shown = [rank.number for rank in shown_ranks(read(record))]
     assert len(shown) == 64
     assert {1, 99} < {*shown}

@@ -27,7 +27,7 @@ def record_of(*seconds, batch=0):
     for rank in range(2):
         record.start(Start(rank, f"host{rank}", 7 + rank))
         for second in seconds:
-            record.ranks[rank].note(done(rank, 10 * second), BEGAN + second)
+            record.ranks[rank].moments.note(done(rank, 10 * second), BEGAN + second)
     if batch:
         for at, now in ((0.0, 0), (10.0, batch)):
             details = {"epoch": 2, "epochs": 4, "batch": now, "batches": 100, "logs": {"loss": 2.0 - now / 100}}
@@ -93,7 +93,7 @@ def test_metrics_without_epochs_or_batches():
 def test_the_last_moment_is_kept():
     rank = RankRecord()
     for tenth in range(5 * job_record._MOST):
-        rank.note(RankProgress(0, steps=tenth), tenth / 10)
+        rank.moments.note(RankProgress(0, steps=tenth), tenth / 10)
         assert rank.moments.noted[-1][1].steps == tenth
 
 

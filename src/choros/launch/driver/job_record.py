@@ -37,7 +37,6 @@ _MOST_OUTPUT = 1 << 14
 #: Colours, and other sequences for a terminal.
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]")
 _Noted = TypeVar("_Noted")
-_VARIABLES = tuple(VARIABLES.values())
 _FORMAT = 1
 
 
@@ -71,10 +70,6 @@ class RankRecord:
         """What it has done until now."""
         return self.moments.noted[-1][1] if self.moments.noted else RankProgress(-1)
 
-    def note(self, done: RankProgress, now: float) -> None:
-        """Records what it has done until ``now``."""
-        self.moments.note(done, now)
-
     def to_json(self, moments: int | None = None) -> dict[str, Any]:
         """It as JSON has it: a list for each number, of all moments, or of the last ones."""
         noted = self.moments.noted[-moments:] if moments else self.moments.noted
@@ -106,7 +101,7 @@ class JobRecord:
 
     def note(self, done: RankProgress) -> None:
         """Records what a rank has done until now."""
-        self.ranks.setdefault(done.rank, RankRecord()).note(done, time.time())
+        self.ranks.setdefault(done.rank, RankRecord()).moments.note(done, time.time())
 
     def show(self, message: str) -> None:
         """Records a message of chorosrun."""
@@ -143,7 +138,7 @@ class JobRecord:
             "code": self.code,
             # Not all variables: some may be secret.
             "settings": {
-                each.name: self.environment[each.name] for each in _VARIABLES if each.name in self.environment
+                each.name: self.environment[each.name] for each in VARIABLES.values() if each.name in self.environment
             },
             "machine": {"host": os.uname().nodename, "cores": os.cpu_count(), "system": os.uname().release},
             "verdict": None if verdict is None else asdict(verdict),
