@@ -14,10 +14,9 @@ from choros.launch.processes.directories import SESSION, VARIABLE, Directory, sh
 from choros.launch.protocol.wrapper_options import CLUSTER, WrapperOptions
 from choros.settings import VARIABLES
 from choros.topology import Topology, split_address
+from choros.topology.environments import OPEN_MPI
 
-_RANK = "OMPI_COMM_WORLD_RANK"
-_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
-_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_WORLD_LOCAL_SIZE")
+_LOCAL_SIZES = (OPEN_MPI.local_size, "OMPI_WORLD_LOCAL_SIZE")
 
 
 def repairs(environ: Mapping[str, str], ranks_per_host: Sequence[int]) -> dict[str, str]:
@@ -28,9 +27,10 @@ def repairs(environ: Mapping[str, str], ranks_per_host: Sequence[int]) -> dict[s
     >>> repairs(dict.fromkeys(names, "1"), (2, 1))["OMPI_COMM_WORLD_LOCAL_SIZE"]
     '2'
     """
-    if not all(name in environ for name in (_RANK, _LOCAL_RANK, _LOCAL_SIZES[0])):
+    names = (OPEN_MPI.rank, OPEN_MPI.local_rank, OPEN_MPI.local_size)
+    if not environ.keys() >= set(names):
         return {}
-    rank, local_rank, reported = (int(environ[name]) for name in (_RANK, _LOCAL_RANK, _LOCAL_SIZES[0]))
+    rank, local_rank, reported = (int(environ[name]) for name in names)
     size = _size_of_host(rank, local_rank, ranks_per_host) or max(reported, local_rank + 1)
     return {} if size == reported else dict.fromkeys(_LOCAL_SIZES, str(size))
 
