@@ -182,7 +182,7 @@ def _of(job_end: JobEnd, ranks: list[int], what: str) -> str:
 
 def _names(job_end: JobEnd, job: Job) -> dict[str, str]:
     """By the name under which a host reports itself, that in the list of hosts."""
-    assigned = () if job.binding_args or job.mpi_args else hosts_of_ranks(job.hosts, job.size)
+    assigned = hosts_of_ranks(job.hosts, job.size) if job.fills_hosts else ()
     names: dict[str, str] = {}
     for start in job_end.started.values():
         is_first = start.rank < len(assigned) and not start.added

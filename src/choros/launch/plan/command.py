@@ -51,7 +51,7 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
     full = {**without_launchers(environ), **for_srun(environ), **mpirun.environment(), **job.environment, JOB: name}
     if job.elastic is not None:
         full.setdefault(_COLLECTIVES, _WITHOUT_HAN)
-        if job.hosts and _maps_by_default(job):
+        if job.hosts and job.fills_hosts:
             full[VARIABLES["slots"].name] = ",".join(hosts_of_ranks(job.hosts, job.most))
     interfaces = ",".join(job.network_interfaces)
     for variable in _INTERFACE_VARIABLES if interfaces and "/" not in interfaces else ():
@@ -69,12 +69,7 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
 def _options(job: Job) -> WrapperOptions:
     counts = ranks_per_host(job.hosts, job.size)
     differ = len(set(counts)) > 1
-    return replace(job.options, ranks_per_host=counts) if _maps_by_default(job) and differ else job.options
-
-
-def _maps_by_default(job: Job) -> bool:
-    """Whether mpirun fills one host after the other."""
-    return not job.binding_args and not job.mpi_args
+    return replace(job.options, ranks_per_host=counts) if job.fills_hosts and differ else job.options
 
 
 def dry_run_text(job: Job, command: Command, environ: Mapping[str, str]) -> str:

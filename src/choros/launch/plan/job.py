@@ -133,6 +133,11 @@ class Job:
         return Roles(self.servers, self.size - 1 - self.servers) if self.servers else NO_ROLES
 
     @property
+    def fills_hosts(self) -> bool:
+        """Whether mpirun fills one host after the other, as it does by default."""
+        return not self.binding_args and not self.mpi_args
+
+    @property
     def most(self) -> int:
         """The number of ranks that the job may have at a time."""
         return self.size if self.elastic is None else self.elastic.most
