@@ -33,10 +33,6 @@ def test_two_names_of_one_machine(reach):
         check_hosts(parse_hosts("good,twin1,twin2"), reach, 10)
 
 
-def test_no_remote_hosts():
-    check_hosts((), Ssh(command=("/none",)), 10)
-
-
 def test_hosts_that_refuse_are_named(reach):
     with pytest.raises(HostUnreachable, match=r"2 of 3 hosts cannot be reached \(bad1: no bad1; bad2: no bad2\)"):
         check_hosts(parse_hosts("bad1,good,bad2"), reach, 10)

@@ -30,8 +30,6 @@ Answer = TypeVar("Answer")
 
 def check_hosts(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> None:
     """Raises ``HostUnreachable`` with the names of the ``hosts`` that cannot be reached within ``seconds``."""
-    if not hosts:
-        return
     check_client(hosts, ssh)
     end = time.monotonic() + seconds
     names = [host.name for host in hosts]
