@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import FrameType
 from typing import NoReturn
 
 import click
@@ -65,7 +64,8 @@ def choros(context: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs ``choros`` with ``arguments`` (default: this process's command line) and exits."""
-    signal.signal(signal.SIGTERM, _terminate)
+    # An exception, so that every ``with`` block ends its processes.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         code = choros.main(None if arguments is None else list(arguments), prog_name="choros", standalone_mode=False)
     except click.ClickException as error:
@@ -83,7 +83,3 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest at its end
         code = 1
     sys.exit(code)
-
-
-def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)  # an exception, so that every ``with`` block ends its processes
