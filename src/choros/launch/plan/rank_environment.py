@@ -83,21 +83,21 @@ MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
     "MALLOC_TOP_PAD_": "268435456",
 }
-#: The same for the two allocators that are preloaded instead of glibc's.
+#: The two allocators that are preloaded instead of glibc's: the same, their libraries, and Debian's package.
 _PRELOADED = {
-    "jemalloc": {"MALLOC_CONF": "thp:always,dirty_decay_ms:-1,muzzy_decay_ms:-1,narenas:1"},
-    "tcmalloc": {"TCMALLOC_RELEASE_RATE": "0"},
+    "jemalloc": (
+        {"MALLOC_CONF": "thp:always,dirty_decay_ms:-1,muzzy_decay_ms:-1,narenas:1"},
+        ("jemalloc",),
+        "libjemalloc2",
+    ),
+    "tcmalloc": ({"TCMALLOC_RELEASE_RATE": "0"}, ("tcmalloc_minimal", "tcmalloc"), "libtcmalloc-minimal4"),
 }
-_LIBRARIES = {"jemalloc": ("jemalloc",), "tcmalloc": ("tcmalloc_minimal", "tcmalloc")}
 
 
 def _find_library(name: str) -> str | None:
     import ctypes.util  # takes 5 ms in every rank's wrapper, so only if needed
 
     return ctypes.util.find_library(name)
-
-
-_PACKAGES = {"jemalloc": "libjemalloc2", "tcmalloc": "libtcmalloc-minimal4"}
 
 
 def allocator_settings(
@@ -117,15 +117,14 @@ def allocator_settings(
         return {}
     if name == "glibc":
         return {} if any(variable in environ for variable in MEMORY) else dict(MEMORY)
+    settings, libraries, package = _PRELOADED[name]
     conda = Path(sys.prefix, "lib")  # where it installs libraries beside this Python
-    found = (
-        path for each in _LIBRARIES[name] for path in (find(each), *map(str, sorted(conda.glob(f"lib{each}.so*"))))
-    )
+    found = (path for each in libraries for path in (find(each), *map(str, sorted(conda.glob(f"lib{each}.so*")))))
     library = next(filter(None, found), None)
     if library is None:
         raise ConfigError(
             f"CHOROS_ALLOCATOR={name}: {name} is not installed on this host. Install it (Debian: apt install "
-            f"{_PACKAGES[name]}; conda: conda install {name}), or set CHOROS_ALLOCATOR=glibc."
+            f"{package}; conda: conda install {name}), or set CHOROS_ALLOCATOR=glibc."
         )
     preload = " ".join(filter(None, [environ.get("LD_PRELOAD", ""), library]))
-    return {"LD_PRELOAD": preload, **{k: v for k, v in _PRELOADED[name].items() if k not in environ}}
+    return {"LD_PRELOAD": preload, **{k: v for k, v in settings.items() if k not in environ}}
