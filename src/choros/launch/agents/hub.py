@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, final
 
 from choros import durations
@@ -77,9 +76,8 @@ class Hub:
         directory = Directory.acquire(path)  # if this process is killed, the next job removes it
         if directory is None:
             raise LaunchError(f"{path} cannot be made: set TMPDIR to a directory that can be written.")
-        self._directory = directory
+        self._directory, self._script, self._listed = directory, path / "hosts.sh", path / "hosts"
         self._listener = Listener(listening, key, HUB, self._serve)
-        self._script = path / "hosts.sh"
         self._write()
         self._script.write_text(f"#!/bin/sh\nexec cat {shlex.quote(str(self._listed))}\n")
         self._script.chmod(stat.S_IRWXU)
@@ -157,10 +155,6 @@ class Hub:
                 agent.send(JobOver(code))
         remove_owned(self._directory.path)
         self._directory.unlock()
-
-    @property
-    def _listed(self) -> Path:
-        return self._directory.path / "hosts"
 
     def _write(self) -> None:
         if self._closed:
