@@ -77,7 +77,9 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
             "With --commit-dir, the same command goes on from the last commit.",
         )
         code = last.code if raised else PeerLostError.exit_code
-        why = last.traceback or next((end.traceback for end in failures if _says_more(end.traceback)), "")
+        # Of a rank that was left, only one that says more than that too few were.
+        others = (end.traceback for end in failures if "fewer than --min-np" not in end.traceback)
+        why = last.traceback or next(filter(None, others), "")
         return Outcome(code, lines + ((why,) if why else ()), last)
     if job_end.reason is None and any(map(job_end.has_finished, job_end.exits)):
         lost = [job_end.started[rank] for rank in sorted(job_end.missing) if rank in job_end.started]
@@ -89,11 +91,6 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
         )
         return Outcome(_CODES[Reason.TERMINATE], (line,))
     return None
-
-
-def _says_more(traceback: str) -> bool:
-    """Whether a rank that was left ended for another reason than that too few were."""
-    return bool(traceback) and "fewer than --min-np" not in traceback
 
 
 def _causes_first(job_end: JobEnd, failures: Sequence[Exit]) -> list[Exit]:
