@@ -39,7 +39,7 @@ def _hosts_of_ranks(job: Job) -> list[str]:
     resolved = {name: _resolve(name) for name in dict.fromkeys(names) if name in remote}
     if len(set(names)) <= 1 or not resolved:
         return ["127.0.0.1"] * job.size
-    from choros.transport.address import address_towards, outward_address  # imports NumPy, which few jobs need here
+    from choros.transport.address import address_towards, outward_address  # imports psutil, which few jobs need here
 
     try:  # the address of this host on the route to another one
         here = address_towards(next(iter(resolved.values())))
