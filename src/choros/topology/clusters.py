@@ -6,7 +6,6 @@ A row says which host this is, and where the first one is; chorosrun on it start
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from choros.errors import ConfigError
 from choros.settings import VARIABLES
@@ -47,9 +46,10 @@ def find_cluster(environ: Environ, full_name: Callable[[], str]) -> ClusterHost 
         try:
             found = found or read(environ)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
+            names, _, _ = (read.__doc__ or "").partition(":")
             raise ConfigError(
-                f"the variables that a cluster has set ({_title(read)}) cannot be read: {error!r}. Unset them, or name "
-                "the hosts with -H."
+                f"the variables that a cluster has set ({names}) cannot be read: {error!r}. Unset them, or name the "
+                "hosts with -H."
             ) from error
     found = found or _indexed_job(environ, full_name)
     if found is None or found.size == 1:
@@ -63,10 +63,6 @@ def find_cluster(environ: Environ, full_name: Callable[[], str]) -> ClusterHost 
     if port is None:
         raise ConfigError(f"{given!r}, in one of {', '.join(_PORT_VARIABLES)}, is not a port of 1 … 65535.")
     return replace(found, port=port)
-
-
-def _title(read: Callable[..., Any]) -> str:
-    return (read.__doc__ or "").split(":")[0]
 
 
 def _torchrun(environ: Environ) -> ClusterHost | None:
