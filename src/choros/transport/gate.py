@@ -127,7 +127,8 @@ def new_listeners() -> Iterator[set[int]]:
     yield new
     new |= everything.sockets().keys() - before
     if hasattr(socket, "SO_BINDTODEVICE"):
-        everything._with_each(new, _bind_to_loopback)
+        option = (socket.SOL_SOCKET, socket.SO_BINDTODEVICE, INTERFACE.encode())
+        everything._with_each(new, lambda _number, listening: listening.setsockopt(*option))
 
 
 def connect_signed(address: End, key: bytes, seconds: float) -> socket.socket:
@@ -167,10 +168,6 @@ def _end_waiting(listening: socket.socket) -> None:
 def _received(connection: socket.socket) -> int:
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.stop)
     return int.from_bytes(info[_RECEIVED], sys.byteorder)
-
-
-def _bind_to_loopback(_number: int, listening: socket.socket) -> None:
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, INTERFACE.encode())
 
 
 def _duplicate(pid: int, descriptor: int) -> socket.socket:
