@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -40,9 +41,7 @@ class LiveView:
     """The view's process; ``write`` is where chorosrun writes meanwhile, from the main thread."""
 
     def __init__(self) -> None:
-        import termios  # only here: it needs a terminal
-
-        self._set_terminal, self._terminal = termios.tcsetattr, termios.tcgetattr(0)
+        self._terminal = termios.tcgetattr(0)
         self._held: deque[tuple[int, bytes]] = deque()
         self._bytes = self._left_out = 0
         self._has_terminal = True
@@ -86,10 +85,8 @@ class LiveView:
             write_all(descriptor, data)
 
     def _take_terminal(self) -> None:
-        import termios
-
         with suppress(OSError, termios.error):
-            self._set_terminal(0, termios.TCSADRAIN, self._terminal)
+            termios.tcsetattr(0, termios.TCSADRAIN, self._terminal)
             if self._process.returncode != 0:
                 write_all(2, _RESTORE)
         if self._left_out:
