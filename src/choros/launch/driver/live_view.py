@@ -16,6 +16,7 @@ import termios
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any, final
 
 from choros import durations
@@ -29,8 +30,6 @@ _RESTORE = b"\x1b[?1049l\x1b[?25h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1
 
 def view_problem(environ: Mapping[str, str]) -> str | None:
     """Returns why there can be no view, empty if that needs no word; ``None`` if there can be one."""
-    from importlib.util import find_spec  # takes 5 ms
-
     if not all(os.isatty(each) for each in range(3)) or environ.get("TERM") == "dumb":
         return ""
     return "the view needs Textual: pip install 'choros[view]'" if find_spec("textual") is None else None
