@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from choros.errors import ConfigError
 from choros.launch.driver.job_record import JobRecord
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 _ADDRESS = re.compile(r"(?:(?P<host>.+):)?(?P<port>\d{1,5})")
-_LOOPBACK = "127.0.0.1"
 
 
 def _parsed(text: str) -> tuple[str, int]:
@@ -30,7 +29,7 @@ def _parsed(text: str) -> tuple[str, int]:
             f"--metrics-port {text}: expected a port, such as 9100, which only this machine can reach, or an address "
             "and a port, such as 0.0.0.0:9100."
         )
-    return (match["host"] or _LOOPBACK).strip("[]"), int(match["port"])
+    return (match["host"] or "127.0.0.1").strip("[]"), int(match["port"])
 
 
 @contextmanager
@@ -70,15 +69,14 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         ranks = [(str(number), rank) for number, rank in sorted([*self._record.ranks.items()])]
-        counters: dict[str, tuple[str, Callable[[Any], float]]] = {
-            "choros_steps": ("Training steps.", lambda done: done.steps),
-            "choros_examples": ("Examples trained on.", lambda done: done.examples),
-            "choros_pause_seconds": ("Seconds between epochs.", lambda done: done.pausing),
-        }
-        for name, (what, value) in counters.items():
+        for name, what, value in (
+            ("choros_steps", "Training steps.", "steps"),
+            ("choros_examples", "Examples trained on.", "examples"),
+            ("choros_pause_seconds", "Seconds between epochs.", "pausing"),
+        ):
             counter = CounterMetricFamily(name, what, labels=["rank", "host"])
             for number, rank in ranks:
-                counter.add_metric([number, rank.host], value(rank.last))
+                counter.add_metric([number, rank.host], getattr(rank.last, value))
             yield counter
         seconds = CounterMetricFamily("choros_step_part_seconds", "Seconds in steps.", labels=["rank", "host", "part"])
         memory = GaugeMetricFamily("choros_memory_bytes", "Resident memory.", labels=["rank", "host"])
