@@ -239,8 +239,7 @@ class Supervisor:
             frame = replace(frame, code=0, signal=0, traceback="")
         job_end.newcomers.discard(rank)
         job_end.exits[rank] = frame
-        details = {"code": frame.code, "signal": frame.signal, "seconds": frame.seconds}
-        publish(Kind.RANK_ENDED, rank, frame.host, **details)
+        publish(Kind.RANK_ENDED, rank, frame.host, code=frame.code, signal=frame.signal, seconds=frame.seconds)
         if job_end.is_saving:
             self._waits.ended(rank)
         if frame.code not in (0, PREEMPTED) and job_end.elastic is not None:
