@@ -24,7 +24,7 @@ from choros.comm import Reduction, global_process_set, has_others
 from choros.distribute.scope import enter_scope
 from choros.distribute.tf_functions import converted, windows_of_any_rows
 from choros.distribute.torch_objects import synchronized_torch_objects
-from choros.distribute.types import ReduceOp, select
+from choros.distribute.types import ReduceOp, of_first
 from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.objects import allgather_object
@@ -190,18 +190,18 @@ class ProcessReplicas(Replicas):
             if several and sys.modules.get("tensorflow") is not None:
                 stack.enter_context(windows_of_any_rows())
                 stack.enter_context(tensorflow_numbers_of(rank))
-            return converted(function)(*select(0, tuple(args)), **select(0, dict(kwargs)))
+            return converted(function)(*of_first(tuple(args)), **of_first(dict(kwargs)))
 
     def reduce(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
         """Reduces over ``axis`` on the host, then over the processes."""
-        value = select(0, value)
+        value = of_first(value)
         if axis is None:
             return self._allreduce(op, value, "reduce")
         return map_structure(lambda leaf: self._reduce(op, leaf, axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Gathers each leaf."""
-        return self.all_gather(select(0, value), axis)
+        return self.all_gather(of_first(value), axis)
 
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         """Reduces all leaves in one grouped allreduce."""

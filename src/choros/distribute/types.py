@@ -86,9 +86,9 @@ def per_replica(values: Sequence[Any]) -> Any:
     return PerReplica(values)
 
 
-def select(replica: int, structure: Any) -> Any:
-    """Replaces every ``PerReplica`` in ``structure`` by the value of the local replica of this index."""
-    return map_structure(lambda leaf: leaf.values[replica] if isinstance(leaf, PerReplica) else leaf, structure)
+def of_first(structure: Any) -> Any:
+    """Replaces every ``PerReplica`` in ``structure`` by the value of this process's first replica."""
+    return map_structure(lambda leaf: leaf.values[0] if isinstance(leaf, PerReplica) else leaf, structure)
 
 
 @dataclass(frozen=True)
