@@ -115,7 +115,10 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         _reducers[optimizer] = GradientReducer(ReduceConfig(op=Reduction.SUM, device=device, compared_step=1))
     reducer = _reducers[optimizer]
     on_device = reducer.config.device is not None
-    dense = [_dense_gradient(parameter) for parameter in parameters]
+    dense = [
+        adapter.zeros_like(each) if each.grad is None else adapter.to_dense(each.grad, tuple(each.shape))
+        for each in parameters
+    ]
     reduced = reducer.reduce(dense if on_device else [adapter.to_host(gradient) for gradient in dense], examples=1)
     for parameter, result in zip(parameters, reduced, strict=True):
         parameter.grad = result.data if on_device else adapter.from_host(result, parameter)
@@ -136,9 +139,3 @@ def _is_of_keras(module: Any) -> bool:
 
 def _trained(optimizer: Any) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
-def _dense_gradient(parameter: Any) -> Any:
-    if parameter.grad is None:
-        return parameter.detach().new_zeros(parameter.shape)
-    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
