@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
+from choros.parallel.structure import leaves
 from choros.parameter_server.scope_objects import host
 from choros.training.distributed_optimizer import own_class
 from choros.training.keras_internals.models import (
@@ -209,7 +210,7 @@ def _is_users(layer: Any) -> bool:
 
 def _custom_objects(config: Any, layers: Sequence[Any]) -> dict[str, Any]:
     """Returns the user's classes and functions that the layers' configuration names."""
-    names = set(_strings(config))
+    names = {each for each in leaves(config) if isinstance(each, str)}
     found = {}
     for layer in layers:
         for part in (layer, *vars(layer).values()):
@@ -219,17 +220,6 @@ def _custom_objects(config: Any, layers: Sequence[Any]) -> dict[str, Any]:
                 if name in names and name != "<lambda>":
                     found[name] = kind
     return found
-
-
-def _strings(config: Any) -> Iterator[str]:
-    if isinstance(config, str):
-        yield config
-    elif isinstance(config, Mapping):
-        for each in config.values():
-            yield from _strings(each)
-    elif isinstance(config, (list, tuple)):
-        for each in config:
-            yield from _strings(each)
 
 
 # Others.
