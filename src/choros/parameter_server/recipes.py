@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def by_recipe(item: Any, shared: Callable[[Any], bool]) -> Recipe | None:
     if isinstance(item, keras.Layer):
         if is_functional(item):
             return _functional_recipe(item, shared)
-        return _attributes_recipe(item) if _is_users(item) else _layer_recipe(item)
+        return _attributes_recipe(item) if _is_users(item) else _layer_recipe(item, {})
     return None
 
 
@@ -133,11 +134,12 @@ def _small(value: Any) -> Array | Callable[[], Array]:
     return array if array.nbytes <= _SMALL else partial(np.zeros, array.shape, str(array.dtype))
 
 
-def _layer_recipe(layer: Any) -> Recipe:
-    inner = layers_of(layer)
-    states = tuple(map(_state_of, inner))
-    config = serialize_sharing(layer, {})
-    return _layer, (config, _custom_objects(config, inner), {}, states)
+def _layer_recipe(layer: Any, given: Mapping[int, Any], copied: AbstractSet[int] = frozenset()) -> Recipe:
+    """Returns that of a layer or a model, of which layers are ``given``; ``copied``: the ids of all in these."""
+    config, inner = serialize_sharing(layer, given), layers_of(layer)
+    customs = _custom_objects(config, [each for each in inner if id(each) not in copied])
+    states = tuple(None if id(each) in copied else _state_of(each) for each in inner)
+    return _layer, (config, customs, given, states)
 
 
 def _layer(
@@ -162,12 +164,7 @@ def _functional_recipe(model: Any, shared: Callable[[Any], bool]) -> Recipe:
     }
     copied = {id(part) for layer in given.values() for part in layers_of(layer, include_self=False)}
     given = {key: layer for key, layer in given.items() if key not in copied}
-    copied |= given.keys()
-    config = serialize_sharing(model, given)
-    inner = layers_of(model)
-    states = tuple(None if id(layer) in copied else _state_of(layer) for layer in inner)
-    customs = _custom_objects(config, [each for each in inner if id(each) not in copied])
-    return _layer, (config, customs, given, states)
+    return _layer_recipe(model, given, copied | given.keys())
 
 
 # The user's own classes.
