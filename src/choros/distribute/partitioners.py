@@ -35,8 +35,8 @@ class Partitioner(ABC):
             raise ConfigError(
                 f"a variable of shape {tuple(shape)} cannot be sharded along axis {axis}: it has no such axis."
             )
-        shards = [1] * len(shape)
-        shards[axis] = max(1, min(shape[axis], self._shards(tuple(shape), _bytes_per_element(dtype), axis)))
+        shards, itemsize = [1] * len(shape), np.dtype(getattr(dtype, "name", dtype)).itemsize
+        shards[axis] = max(1, min(shape[axis], self._shards(tuple(shape), itemsize, axis)))
         return shards
 
     @abstractmethod
@@ -118,8 +118,3 @@ def _positive(name: str, value: int) -> int:
     if value < 1:
         raise ConfigError(f"{name}={value!r}: expected a number of at least 1.")
     return value
-
-
-def _bytes_per_element(dtype: Any) -> int:
-    name = getattr(dtype, "name", dtype)
-    return 2 if name == "bfloat16" else int(np.dtype(name).itemsize)

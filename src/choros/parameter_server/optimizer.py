@@ -165,7 +165,7 @@ class RemoteOptimizer:
             self._register(session)
             return session.push(self.number, variables, clip(mean, *limits), None if scheduled else float(now))
 
-        outputs = [ArraySpec(tuple(v.shape), _dtype(v)) for v in variables]
+        outputs = [ArraySpec(tuple(v.shape), np.dtype(v.dtype)) for v in variables]
         adapter = framework_adapter(keras.backend.backend())
         inputs = [keras.ops.convert_to_tensor(rate, "float32"), *map(keras.ops.convert_to_tensor, gradients), *values]
         for variable, value in zip(variables, adapter.host_call(on_host, inputs, outputs), strict=True):
@@ -274,10 +274,3 @@ def remote_optimizers(objects: ScopeObjects) -> dict[int, RemoteOptimizer]:
     """Returns the remote optimizers of all optimizers that the servers apply, by number."""
     remotes = (vars(item).get(_ATTRIBUTE) for item in objects)
     return {remote.number: remote for remote in remotes if remote is not None}
-
-
-def _dtype(variable: Any) -> np.dtype[np.generic]:
-    import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
-
-    dtype: np.dtype[np.generic] = np.dtype(variable.dtype)
-    return dtype
