@@ -164,7 +164,7 @@ class ClosureQueue:
     def put(self, closure: Closure, limit: int) -> None:
         """Adds a closure once fewer than ``limit`` are open; an earlier closure's error is raised instead of adding."""
         with self._change:
-            self._wait(lambda: self._error is not None or len(self._waiting) + self._running < limit)
+            self._wait(lambda: self._error is not None or self._outstanding < limit)
             self._raise()
             self._waiting.append(closure)
             self._change.notify_all()

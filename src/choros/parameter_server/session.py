@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, final
 
-import numpy as np
 from numpy.typing import NDArray
 
 from choros.errors import ConfigError
@@ -218,7 +217,7 @@ class ServerSession:
     def _whole(self, key: VariableKey, parts: list[tuple[Shard, Array]]) -> Array:
         if len(parts) == 1 and parts[0][0].end is None:
             return parts[0][1]
-        value = np.array(host(self._variables[key]))
+        value = host(self._variables[key])
         for shard, part in parts:
             value[shard.begin : shard.end] = part
         return value
