@@ -1,6 +1,6 @@
 """Which nodes of Ray's an elastic job may use, and how many ranks each has room for."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from choros import durations
@@ -56,10 +56,9 @@ def wanted(hosts: Mapping[str, int], present: Mapping[str, int], most: int | Non
     """
     left = sum(hosts.values()) if most is None else most
     chosen: dict[str, int] = {}
-    steps: tuple[Callable[[str], int], ...] = (lambda host: present.get(host, 0), lambda host: hosts[host])
-    for limit in steps:
+    for limits in (present, hosts):
         for host in hosts:
-            more = max(0, min(limit(host), hosts[host]) - chosen.get(host, 0))
+            more = max(0, min(limits.get(host, 0), hosts[host]) - chosen.get(host, 0))
             chosen[host] = chosen.get(host, 0) + min(more, left)
             left -= min(more, left)
     return dict(

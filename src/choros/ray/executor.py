@@ -12,6 +12,7 @@ import ray
 
 from choros import durations
 from choros.ray.elastic import ElasticAdapter
+from choros.ray.job import raise_cause
 from choros.ray.messages import RaySettings
 from choros.ray.static import StaticAdapter
 
@@ -197,8 +198,6 @@ class RayExecutor:
         method = getattr(self.adapter, name)
         if not self._is_remote:
             return method(*args)
-        from choros.ray.job import raise_cause
-
         try:
             return ray.get(method.remote(*args))
         except ray.exceptions.RayTaskError as error:

@@ -69,10 +69,9 @@ class StaticAdapter:
 
     def execute(self, function: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], None]]) -> list[Any]:
         """Returns what the ranks return."""
-        workers = self._started()
         if self._registry is not None:
             self._registry.callbacks = callbacks
-        return self._get(self.run_remote(function)) if workers else []
+        return self._get(self.run_remote(function))
 
     def execute_single(self, function: Callable[[Any], Any]) -> Any:
         """Returns what rank 0 returns."""
