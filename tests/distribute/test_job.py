@@ -1,5 +1,7 @@
 """The replicas of a job."""
 
+import sys
+
 import pytest
 
 from choros.distribute import job
@@ -12,7 +14,7 @@ from choros.topology import Topology
 )
 def test_a_lone_process_says_how_to_have_more_replicas(monkeypatch, caplog, topology, reported):
     monkeypatch.setattr(job, "framework", lambda: "torch")
-    monkeypatch.setattr(job, "synchronous_training", lambda **_: None)
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
     replicas, _ = job.replicas_of(topology)
     assert isinstance(replicas, ProcessReplicas)
     assert ("chorosrun -np N python" in caplog.text) == reported

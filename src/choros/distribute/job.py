@@ -116,7 +116,7 @@ def replicas_of(
         )
     if topology.size == 1 and topology.launcher == Topology().launcher:
         _warn_of_one_replica()
-    return ProcessReplicas(), synchronous_training(shard_state=shard_state)
+    return on_processes(shard_state=shard_state)
 
 
 @functools.cache
@@ -129,13 +129,14 @@ def _warn_of_one_replica() -> None:
     )
 
 
-def synchronous_training(state_owner: int | None = None, shard_state: bool | None = None) -> Training | None:
-    """Returns the synchronous training of Keras models by the job's processes; ``None`` without Keras."""
+def on_processes(state_owner: int | None = None, shard_state: bool | None = None) -> tuple[Replicas, Training | None]:
+    """Returns the job's processes, and their synchronous training of Keras models (``None`` without Keras)."""
+    replicas = ProcessReplicas()
     if "keras" not in sys.modules:
-        return None
+        return replicas, None
     from choros.distribute.fit.synchronous import SynchronousTraining
 
-    return SynchronousTraining(ProcessReplicas(), state_owner, shard_state)
+    return replicas, SynchronousTraining(replicas, state_owner, shard_state)
 
 
 def cluster_of(topology: Topology) -> ClusterResolver:

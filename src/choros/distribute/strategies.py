@@ -16,7 +16,7 @@ from typing import Any, final
 from choros.distribute.cluster_resolver import TPUClusterResolver
 from choros.distribute.devices.names import device_name, devices_of, on_device
 from choros.distribute.fit.training import Training
-from choros.distribute.job import cluster_of, framework, join, replicas_of, synchronous_training
+from choros.distribute.job import cluster_of, framework, join, on_processes, replicas_of
 from choros.distribute.replicas import ProcessReplicas
 from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError, EngineUnavailable, StrategyError
@@ -123,7 +123,7 @@ class CentralStorageStrategy(Strategy):
                 f"compute_devices={list(compute_devices)!r} requests {len(compute_devices)} replicas, but this job has "
                 f"{topology.size}: one per process. Start the script with chorosrun -np {len(compute_devices)}."
             )
-        super().__init__(ProcessReplicas(), synchronous_training(state_owner=0))
+        super().__init__(*on_processes(state_owner=0))
 
 
 @final
@@ -167,7 +167,7 @@ class TPUStrategy(Strategy):
 
             super().__init__(*on_devices(devices), resolver)
         else:
-            super().__init__(ProcessReplicas(), synchronous_training(), resolver)
+            super().__init__(*on_processes(), resolver)
 
 
 @final

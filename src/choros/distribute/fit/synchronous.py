@@ -89,7 +89,7 @@ class SynchronousTraining(Training):
 
     follows_run = True
 
-    def __init__(self, replicas: Replicas, state_owner: int | None = None, shard_state: bool | None = None) -> None:
+    def __init__(self, replicas: Replicas, state_owner: int | None, shard_state: bool | None) -> None:
         self._replicas = replicas
         self._state_owner = state_owner
         self._shard_state = shard_state
