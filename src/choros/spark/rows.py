@@ -108,7 +108,8 @@ class ParquetRows:
         if unknown:
             raise ConfigError(f"no column {', '.join(unknown)} was written; there are {', '.join(self.columns)}.")
         files = _files(self.location)
-        digest = hashlib.sha256("\n".join([self.location, *map(str, files)]).encode()).hexdigest()[:16]
+        named = [self.location, *(f"{each.path} {each.size}" for each in files)]
+        digest = hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
         folder = Path(scratch_directory() or _own_scratch()) / f"rows-{digest}"
         folder.mkdir(exist_ok=True)
         paths = {name: folder / f"{self.columns.index(name)}.npy" for name in chosen}
@@ -144,9 +145,6 @@ class _File:
     path: str
     size: int
     open: Callable[[str], Any]
-
-    def __str__(self) -> str:
-        return f"{self.path} {self.size}"
 
 
 def _for_pyarrow(location: str) -> str:
