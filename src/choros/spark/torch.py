@@ -22,6 +22,7 @@ import cloudpickle
 import numpy as np
 
 from choros.errors import ConfigError
+from choros.parallel.structure import map_structure
 from choros.spark.parameters import COMMON, FitPlan, RowsEstimator, with_parameters
 from choros.spark.rows import ParquetRows
 from choros.spark.transform import EstimatorModel, Predict
@@ -162,18 +163,9 @@ def train(task: TorchTask) -> tuple[bytes, list[dict[str, Any]], tuple[int, ...]
     epochs(state)
     if hvd.rank() != 0:
         return None
-    return cloudpickle.dumps((model.cpu(), _on_cpu(inner.state_dict()))), state.history, state.widths
-
-
-def _on_cpu(value: Any) -> Any:
-    """Returns an optimizer's state, which the driver may have no GPU for."""
-    import torch
-
-    if isinstance(value, dict):
-        return {name: _on_cpu(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_on_cpu(each) for each in value]
-    return value.cpu() if torch.is_tensor(value) else value
+    # The driver may have no GPU.
+    on_cpu = map_structure(lambda leaf: leaf.cpu() if torch.is_tensor(leaf) else leaf, inner.state_dict())
+    return cloudpickle.dumps((model.cpu(), on_cpu)), state.history, state.widths
 
 
 def _device(local_rank: int) -> Any:
@@ -213,15 +205,13 @@ class _RankBatches:
             indices = order[first : first + self._task.batch]
             start, end = shard_range(len(indices), hvd.rank(), hvd.size())
             own = indices[start:end] if end > start else indices[:1]
-            yield self._inputs(own), self._labels(own), end - start, (end - start) * hvd.size() / len(indices)
+            labels = [self._tensor(name, own) for name in self._task.plan.labels]
+            yield self._inputs(own), labels, end - start, (end - start) * hvd.size() / len(indices)
 
     def _inputs(self, own: Any) -> list[Any]:
         found = [self._tensor(name, own) for name in self._task.plan.features]
         shapes = self._task.shapes
         return found if shapes is None else [each.reshape(shape) for each, shape in zip(found, shapes, strict=True)]
-
-    def _labels(self, own: Any) -> list[Any]:
-        return [self._tensor(name, own) for name in self._task.plan.labels]
 
     def _tensor(self, name: str, own: Any) -> Any:
         import torch
