@@ -85,7 +85,9 @@ def join_all() -> int:
 
 @final
 class TapeReduction:
-    """Averages or sums gradients, by the reducer of all optimizers; the arguments are those of ``reduction_of``."""
+    """Averages or sums gradients, by the reducer of all optimizers; the arguments are those of ``reduction_of``.
+    ``local``: the sources whose gradients stay on this rank.
+    """
 
     def __init__(
         self,
@@ -98,15 +100,11 @@ class TapeReduction:
         self._groups = groups
         self._sparse_as_dense = sparse_as_dense
         self._scale_local = scale_local
-        self._local: list[Any] = []
+        self.local: list[Any] = []
 
     def add_local(self, source: Any) -> None:
         """Keeps the gradient of ``source`` on this rank."""
-        self._local.append(source)
-
-    def is_local(self, source: Any) -> bool:
-        """Whether the gradient of ``source`` stays on this rank."""
-        return any(source is each for each in self._local)
+        self.local.append(source)
 
     def reduce(self, gradients: Sequence[Any], sources: Sequence[Any], examples: Any = None) -> list[Any]:
         """Returns the ranks' gradients, averaged, weighted by ``examples``, or summed; ``None`` for ``None``."""
@@ -144,7 +142,7 @@ class TapeReduction:
         config = self._config
         if self._groups:
             config = dataclasses.replace(config, groups=self._indices_of_groups(trained))
-        key = (config, self._sparse_as_dense, self._scale_local, tuple(map(id, self._local)))
+        key = (config, self._sparse_as_dense, self._scale_local, tuple(map(id, self.local)))
         if key not in _reducers:
             reducer = OptimizerReducer(
                 lambda: placed(config),
@@ -152,12 +150,12 @@ class TapeReduction:
                 sparse_as_dense=self._sparse_as_dense,
                 advice=_ADVICE,
             )
-            reducer.local += self._local  # which it keeps, so that no other one gets its id
+            reducer.local += self.local  # which it keeps, so that no other one gets its id
             _reducers[key] = reducer
         return _reducers[key]
 
     def _indices_of_groups(self, trained: Sequence[Any]) -> int | tuple[tuple[int, ...], ...] | None:
-        local = {id(source) for source in self._local}
+        local = {id(source) for source in self.local}
         shared = [source for source in trained if id(source) not in local]
         if isinstance(self._groups, int):
             return self._groups
@@ -170,6 +168,8 @@ class TapeReduction:
 class AdasumReduction:
     """Combines gradients by Adasum (``comm/adasum.py``), each for itself; the arguments are as above."""
 
+    local = ()
+
     def __init__(self, compression: Compressor, sparse_as_dense: bool, process_set: ProcessSet) -> None:
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
@@ -181,11 +181,6 @@ class AdasumReduction:
         raise ConfigError(
             "op=Adasum combines all gradients of a tape: compute those of local variables by another one."
         )
-
-    def is_local(self, source: Any) -> bool:
-        """Never."""
-        del source
-        return False
 
     def reduce(self, gradients: Sequence[Any], sources: Sequence[Any], examples: Any = None) -> list[Any]:
         """See ``TapeReduction.reduce``."""

@@ -62,8 +62,8 @@ class _DistributedTape:
         """Returns pairs (source, gradient): for the local sources, and for those of all ranks; see ``gradient``."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names, **options)
         pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True))
-        is_local = self._choros_reduction.is_local
-        return [pair for pair in pairs if is_local(pair[0])], [pair for pair in pairs if not is_local(pair[0])]
+        local = {id(source) for source in self._choros_reduction.local}
+        return [pair for pair in pairs if id(pair[0]) in local], [pair for pair in pairs if id(pair[0]) not in local]
 
     def register_local_source(self, source: Any) -> None:
         """Keeps the gradient of ``source`` on this rank; it is divided by the number of ranks, if so configured."""
