@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, final
 
@@ -37,18 +38,11 @@ _ATTEMPTS = 4
 _REASON = re.compile(r".*(?:Most recent failure reason: |Job aborted due to stage failure: |SparkException: )")
 
 
-@dataclass(frozen=True)
-class Streams:
-    """Where the driver shows what ranks print; ``None``: its standard output and error."""
-
-    out: TextIO | None = None
-    err: TextIO | None = None
-
-    def show(self, printed: Printed) -> None:
-        """Shows it."""
-        stream = (self.err or sys.stderr) if printed.error else (self.out or sys.stdout)
-        stream.write(printed.text)
-        stream.flush()
+def show_in(out: TextIO | None, err: TextIO | None, printed: Printed) -> None:
+    """Shows what ranks have printed; ``None``: in the driver's standard output or error."""
+    stream = (err or sys.stderr) if printed.error else (out or sys.stdout)
+    stream.write(printed.text)
+    stream.flush()
 
 
 def active_context() -> SparkContext:
@@ -112,7 +106,7 @@ class DriverPort:
             gone.set()
 
 
-def run_job(job: SparkJob, size: int, streams: Streams) -> list[Any]:
+def run_job(job: SparkJob, size: int, show: Callable[[Printed], None]) -> list[Any]:
     """Runs ``job`` on ``size`` ranks in a barrier stage, and again when an executor was lost, as often as Spark tries
     other stages, an elastic job with as many as there are slots; returns what its ranks have returned. ``job.driver``
     is set here.
@@ -128,13 +122,13 @@ def run_job(job: SparkJob, size: int, streams: Streams) -> list[Any]:
         for attempt in itertools.count(1):
             stage = replace(job, driver=f"{host}:{port.port}", arguments=replace(arguments, num_proc=tasks))
             try:
-                returned = _run_stage(context, stage, tasks, port, streams)
+                returned = _run_stage(context, stage, tasks, port, show)
                 break
             except StageLost as lost:
                 if attempt == attempts:
                     raise
                 text = f"choros.spark: {lost} It is tried again: attempt {attempt + 1} of {attempts}.\n"
-                streams.show(Printed(error=True, text=text))
+                show(Printed(error=True, text=text))
             tasks = _wait_for_slots(context, least, most, arguments.elastic_timeout or job.start)
     if returned.failure is not None:
         raise returned.failure
@@ -172,7 +166,9 @@ def _too_slow(tasks: int, seconds: float, what: str) -> LaunchError:
     )
 
 
-def _run_stage(context: SparkContext, job: SparkJob, tasks: int, port: DriverPort, streams: Streams) -> Returned:
+def _run_stage(
+    context: SparkContext, job: SparkJob, tasks: int, port: DriverPort, show: Callable[[Printed], None]
+) -> Returned:
     """Runs the stage in a thread of its own, while this one shows what ranks print; returns what it has returned."""
     from pyspark.util import InheritableThread
 
@@ -194,7 +190,7 @@ def _run_stage(context: SparkContext, job: SparkJob, tasks: int, port: DriverPor
     try:
         while not isinstance(message := _next(port, deadline), Returned):
             if isinstance(message, Printed):
-                streams.show(message)
+                show(message)
             elif isinstance(message, Started):
                 deadline = None
             elif message is None:

@@ -13,7 +13,8 @@ from choros.frameworks import installed
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.horovod_flags import check, unused, variables
 from choros.launch.run import pack
-from choros.spark.driver import Streams, active_context, run_job
+from choros.spark.driver import active_context, run_job, show_in
+from choros.spark.messages import Printed
 from choros.spark.plan import SparkJob
 
 Returned = TypeVar("Returned")
@@ -82,7 +83,7 @@ def run(
     """
     own["env"] = env
     named = _named(extra_mpi_args, verbose, nics, prefix_output_with_timestamp, use_mpi, use_gloo, own)
-    return _run(fn, args, kwargs, num_proc, start_timeout, Streams(stdout, stderr), executable, *named)
+    return _run(fn, args, kwargs, num_proc, start_timeout, partial(show_in, stdout, stderr), executable, *named)
 
 
 def run_elastic(
@@ -139,7 +140,7 @@ def run_elastic(
     own["min_num_proc"] = size if least is None else least
     own["max_num_proc"] = most
     named = _named(None, verbose, nics, prefix_output_with_timestamp, None, None, own)
-    return _run(fn, args, kwargs, size, start_timeout, Streams(stdout, stderr), None, *named)
+    return _run(fn, args, kwargs, size, start_timeout, partial(show_in, stdout, stderr), None, *named)
 
 
 def _named(
@@ -176,7 +177,7 @@ def _run(
     kwargs: Mapping[str, Any] | None,
     num_proc: int | None,
     start_timeout: float | None,
-    streams: Streams,
+    show: Callable[[Printed], None],
     executable: str | None,
     given: Mapping[str, Any],
     sentences: Sequence[str],
@@ -191,4 +192,4 @@ def _run(
         raise TypeError(f"choros.spark.run(): {error}") from None
     call = pack(partial(fn, *args, **(kwargs or {})))
     job = SparkJob(arguments, call, "", secrets.token_hex(32), start, tuple(sentences), executable)
-    return run_job(job, size, streams)
+    return run_job(job, size, show)
