@@ -14,7 +14,7 @@ Keras' own ``fit`` runs on the chief, with its training function replaced to tak
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, final
 
@@ -121,22 +121,20 @@ class _CoordinatedTraining:
         """Returns the function that replaces the model's training function."""
         model, steps = self._model, self._model.steps_per_execution
 
-        def from_iterator(iterator: Any) -> dict[str, Any]:
+        def from_batches(batches: Any) -> dict[str, Any]:
+            iterator = iter(batches)  # on PyTorch, they are a list
             logs = self._schedule(next(iterator))
             for batch in itertools.islice(iterator, steps - 1):
                 logs = self._schedule(batch)
             return logs
 
-        def from_list(batches: Sequence[Any]) -> dict[str, Any]:
-            return from_iterator(iter(batches))
-
-        def with_state(state: Any, iterator: Any) -> tuple[dict[str, Any], Any]:
+        def with_state(state: Any, batches: Any) -> tuple[dict[str, Any], Any]:
             # Keras moves the values out of the model's variables during training; the chief needs them there.
             _assign(model, state)
-            logs = from_iterator(iterator)
+            logs = from_batches(batches)
             return logs, jax_state(model)
 
-        return {"tensorflow": from_iterator, "torch": from_list}.get(keras.backend.backend(), with_state)
+        return with_state if keras.backend.backend() == "jax" else from_batches
 
     def epoch_results(self) -> Any:
         """Waits for all batches and returns the model's metrics; the model then has the servers' variables."""
