@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.errors import ConfigError
+from choros.topology import shard_range
 
 Array = NDArray[Any]
 Partition = Callable[[tuple[int, ...], str], Sequence[int]]
@@ -118,13 +119,7 @@ def _count(shape: tuple[int, ...], dtype: str, partition: Partition | None) -> i
     return counts[0]
 
 
-def _split_rows(key: VariableKey, shape: tuple[int, ...], count: int) -> Iterator[Shard]:
+def _split_rows(key: VariableKey, shape: tuple[int, ...], count: int) -> list[Shard]:
     if count == 1:
-        yield Shard(key)
-        return
-    rows, longer = divmod(shape[0], count)
-    begin = 0
-    for index in range(count):
-        end = begin + rows + (index < longer)
-        yield Shard(key, begin, end)
-        begin = end
+        return [Shard(key)]
+    return [Shard(key, *shard_range(shape[0], index, count)) for index in range(count)]
