@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, Never, final
 
 import ray
@@ -113,12 +113,10 @@ class RayJob:
         slots |= {machine: counts[machine] for machine in added if machine in counts}
         if self._are_told and slots == self._slots and not added:
             return
-        hub = connect(self._address, Key(bytes.fromhex(self._secret)), "executor", HUB, durations.RAY_CONNECT)
-        try:
+        key = Key(bytes.fromhex(self._secret))
+        with closing(connect(self._address, key, "executor", HUB, durations.RAY_CONNECT)) as hub:
             hub.send(HostSlots(dict(enumerate(slots.values()))))
             hub.receive()
-        finally:
-            hub.close()
         self._slots, self._are_told = slots, True
         for machine in added:
             if machine in counts:
