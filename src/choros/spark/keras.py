@@ -44,25 +44,25 @@ class KerasEstimator(RowsEstimator):
     def _train(self, plan: FitPlan, rows: ParquetRows, held_out: ParquetRows | None) -> KerasModel:
         import keras
 
-        model, objects = self.value("model"), self.value("custom_objects")
+        model, objects, optimizer = self.value("model"), self.value("custom_objects") or {}, self.value("optimizer")
         if not model.built:
             raise ConfigError(
                 "KerasEstimator: the model is not built: begin it with keras.Input(shape), or call build."
             )
-        if self.value("optimizer") is None and getattr(model, "optimizer", None) is None:
+        if optimizer is None and getattr(model, "optimizer", None) is None:
             raise ConfigError("KerasEstimator needs the parameter optimizer, or a model that is compiled.")
         if self.value("checkpoint_callback") is not None and plan.store.commits("") is None:
             raise ConfigError(
                 "KerasEstimator: checkpoint_callback needs a store that is a path, not a URL: leave it out."
             )
-        optimizer = keras.optimizers.get(self.value("optimizer")) if self.value("optimizer") is not None else None
-        steps, held_out_steps = self.value("train_steps_per_epoch"), self.value("validation_steps_per_epoch")
+        if optimizer is not None:
+            optimizer = keras.optimizers.serialize(keras.optimizers.get(optimizer))
         batch = self.value("batch_size") * plan.size
         task = KerasTask(
             saved(model),
             keras.config.floatx(),
-            objects or {},
-            None if optimizer is None else keras.optimizers.serialize(optimizer),
+            objects,
+            optimizer,
             {"loss": self.value("loss"), "loss_weights": self.value("loss_weights"), "metrics": self.value("metrics")},
             plan,
             rows,
@@ -71,8 +71,8 @@ class KerasEstimator(RowsEstimator):
                 "batch_size": batch,
                 "validation_batch_size": (self.value("val_batch_size") or self.value("batch_size")) * plan.size,
                 "epochs": self.value("epochs"),
-                "steps_per_epoch": steps,
-                "validation_steps": held_out_steps,
+                "steps_per_epoch": self.value("train_steps_per_epoch"),
+                "validation_steps": self.value("validation_steps_per_epoch"),
                 "shuffle": self.value("shuffle"),
                 "verbose": self.value("verbose"),
             },
@@ -83,14 +83,14 @@ class KerasEstimator(RowsEstimator):
         env = {"KERAS_BACKEND": keras.backend.backend()}
         commits = plan.store.commits(plan.run_id)
         weights, history, widths = plan.backend.run(train, (task,), env=env, commit_dir=commits)[0]
-        trained = loaded(task.model, objects or {})
+        trained = loaded(task.model, objects)
         trained.set_weights(weights)
         return KerasModel(
             model=trained,
             history=history,
             run_id=plan.run_id,
             widths=widths,
-            custom_objects=objects or {},
+            custom_objects=objects,
             feature_cols=list(plan.features),
             label_cols=list(plan.labels),
         )
