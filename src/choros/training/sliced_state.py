@@ -250,11 +250,13 @@ class Slices:
         communicator = self.process_set.communicator
         layout = [self.layout(index) for index in indices]
         if keras.backend.backend() == "torch":
+            from choros.arrays.torch_arrays import TorchArrays
+
             values = [self.variables[index].value.detach() for index in indices]
             if int(self._applied.value) % every:
                 self.seen = communicator.launched
                 return
-            if _writable(values):  # the slice variables are parts of them
+            if TorchArrays.own_host_memory(values):  # the slice variables are parts of them
                 outs = [keras_arrays().to_host(value).reshape(-1) for value in values]
                 held = {
                     number: [out[slice(*each.ranges[number])] for out, each in zip(outs, layout, strict=True)]
@@ -371,11 +373,6 @@ def _least_items(variable: Any) -> int:
 def _is_overwritten(variable: Any) -> bool:
     """Whether a variable becomes its gradient: a scale of float8."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
-def _writable(values: Sequence[Any]) -> bool:
-    own: Any = keras_arrays()
-    return bool(own.own_host_memory(values))
 
 
 def _vector(numbers: Sequence[Any]) -> Any:
