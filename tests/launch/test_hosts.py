@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.driver.machine import own_names
+from choros.launch.driver.machine import own_names, run_script
 from choros.launch.plan.hosts import Host, parse_hostfile, parse_hosts, ranks_per_host, total_slots
 
 
@@ -63,3 +63,13 @@ def test_one_host_is_filled_after_the_other(hosts, size, counts):
 
 def test_this_machine_has_names():
     assert {"localhost", "127.0.0.1", socket.gethostname()} <= own_names()
+
+
+def test_a_discovery_script_that_does_not_print_utf_8(tmp_path):
+    script = tmp_path / "hosts.sh"
+    script.write_text('#!/bin/sh\nprintf "a:2\\n\\351\\n"\nprintf "refus\\351\\n" >&2\nexit ${1:-0}\n')
+    script.chmod(0o755)
+    assert run_script(str(script)).splitlines() == ["a:2", "\N{REPLACEMENT CHARACTER}"]
+    script.write_text(script.read_text().replace("${1:-0}", "3"))
+    with pytest.raises(ConfigError, match=r"it ended with exit code 3: refus.$"):
+        run_script(str(script))

@@ -18,7 +18,7 @@ def reach(tmp_path):
     script = tmp_path / "reach"
     script.write_text(
         '#!/bin/sh\ncase $1 in good*) exit 0;; twin*) printf "n\\nboot\\n7\\n"; exit 0;; hang*) exec sleep 30;; '
-        '*) echo "no $1" >&2; exit 255;; esac\n'
+        'latin*) printf "refus\\351 $1\\n" >&2; exit 255;; *) echo "no $1" >&2; exit 255;; esac\n'
     )
     script.chmod(0o755)
     return Ssh(command=(str(script),))
@@ -36,6 +36,11 @@ def test_two_names_of_one_machine(reach):
 def test_hosts_that_refuse_are_named(reach):
     with pytest.raises(HostUnreachable, match=r"2 of 3 hosts cannot be reached \(bad1: no bad1; bad2: no bad2\)"):
         check_hosts(parse_hosts("bad1,good,bad2"), reach, 10)
+
+
+def test_a_refusal_that_is_not_utf_8(reach):
+    with pytest.raises(HostUnreachable, match=r"cannot be reached \(latin: refus. latin\)"):
+        check_hosts(parse_hosts("latin"), reach, 10)
 
 
 def test_many_hosts_are_counted(reach):

@@ -77,12 +77,12 @@ class Hub:
         if directory is None:
             raise LaunchError(f"{path} cannot be made: set TMPDIR to a directory that can be written.")
         self._directory, self._script, self._listed = directory, path / "hosts.sh", path / "hosts"
-        self._listener = Listener(listening, key, HUB, self._serve)
         self._write()
         self._script.write_text(f"#!/bin/sh\nexec cat {shlex.quote(str(self._listed))}\n")
         self._script.chmod(stat.S_IRWXU)
         python = (sys.executable, "-P", "-m", "choros.launch.agents.shell")
         self._shell = shlex.join([*python, str(self.port)])  # mpirun takes what follows a colon for another one
+        self._listener = Listener(listening, key, HUB, self._serve)  # last: agents write the list, too
 
     @property
     def hosts(self) -> tuple[Host, ...]:

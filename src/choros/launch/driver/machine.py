@@ -105,7 +105,13 @@ def run_script(script: str) -> str:
     path = script if os.path.dirname(script) else os.path.join(os.curdir, script)
     try:
         ended = subprocess.run(
-            [path], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=durations.DISCOVERY, check=True
+            [path],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=durations.DISCOVERY,
+            check=True,
         )
     except OSError as error:
         raise ConfigError(f"--host-discovery-script {script}: it cannot be run: {error.strerror}.") from error

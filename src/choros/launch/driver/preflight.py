@@ -155,6 +155,7 @@ def _log_in(name: str, ssh: Ssh, seconds: float) -> Identity:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=seconds,
             check=False,
         )
