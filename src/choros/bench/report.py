@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -15,6 +16,7 @@ from choros.bench.figures import Summary, format_seconds, ratios
 from choros.bench.run import RunResult
 from choros.durable import unfinished
 from choros.errors import ConfigError
+from choros.observe.verdict import aligned
 
 T = TypeVar("T")
 _MEASURED = ("best", "median", "CPU")
@@ -112,15 +114,10 @@ def plain_text(table: Table) -> str:
     A note.
     """
     rows = [("  " + name, *figures) for _, section in table.sections for name, *figures in section]
-    widths = [max(map(len, column)) for column in zip(table.columns, *rows, strict=True)]
-
-    def line(name: str, *figures: str) -> str:
-        cells = (cell.rjust(width) for cell, width in zip(figures, widths[1:], strict=True))
-        return "  ".join((name.ljust(widths[0]), *cells)).rstrip()
-
-    lines = [table.title, line(*table.columns)]
+    head, *body = aligned([table.columns, *rows])
+    lines, below = [table.title, head], iter(body)
     for label, section in table.sections:
-        lines += [label, *(line("  " + name, *figures) for name, *figures in section)]
+        lines += [label, *islice(below, len(section))]
     return "\n".join([*lines, *table.notes])
 
 

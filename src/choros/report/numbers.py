@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from choros.observe.verdict import number_text, percent_text
+from choros.observe.verdict import aligned, number_text, percent_text
 from choros.report.drawing import bytes_text, seconds_text
 from choros.report.figures import PARTS
 from choros.report.record import WrittenRecord
@@ -100,11 +100,4 @@ def differences(first: WrittenRecord, second: WrittenRecord) -> list[Difference]
 def differences_text(rows: list[Difference], names: tuple[str, str]) -> str:
     """They as a table."""
     cells = [("", *names, "difference"), *((row.name, str(row.first), str(row.second), row.text) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = (
-        "  ".join(
-            [row[0].ljust(widths[0]), *(each.rjust(width) for each, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in cells
-    )
-    return "\n".join(lines)
+    return "\n".join(aligned(cells))

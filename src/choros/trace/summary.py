@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from choros.observe.verdict import aligned
 from choros.trace.trace import BUCKETS, STEPS, Call, Interval, Trace, collectives_of
 
 _MS, _S = 10**6, 10**9
@@ -177,7 +178,7 @@ def _ranks_table(ranks: Sequence[RankTimes]) -> str:
         head += ["steps", "median step"]
         for row, each in zip(rows, ranks, strict=True):
             row += [str(each.steps), "" if each.step is None else _time(each.step)]
-    return _table(head, rows, left={1})
+    return "\n".join(aligned([head, *rows], left={1}))
 
 
 def _waits_table(waits: Sequence[WaitsForRank]) -> str:
@@ -193,7 +194,7 @@ def _waits_table(waits: Sequence[WaitsForRank]) -> str:
         ]
         for each in waits
     ]
-    return _table(head, rows, left={0, 5})
+    return "\n".join(aligned([head, *rows], left={0, 5}))
 
 
 def _collectives_table(collectives: Sequence[CollectiveTimes]) -> str:
@@ -209,19 +210,7 @@ def _collectives_table(collectives: Sequence[CollectiveTimes]) -> str:
         ]
         for each in collectives
     ]
-    return _table(head, rows, left={0, 1})
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: set[int]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = (
-        "  ".join(
-            text.ljust(width) if column in left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, *rows)
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(aligned([head, *rows], left={0, 1}))
 
 
 def _share(part: float, whole: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 
+from choros.observe.verdict import aligned
 from choros.view.snapshot import PARTS, FitView, JobView
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -119,7 +120,5 @@ def table(view: JobView) -> str:
         shares = [f"{rank.shares[name]:.0%}" if rank.shares else "-" for name in PARTS]
         counts = [str(rank.steps), rate(rank.steps_per_second), rate(rank.examples_per_second)]
         rows.append([str(rank.number), rank.host, *counts, *shares, size_of(rank.memory)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
-    lines += [*view.verdict, *view.messages[-5:], *view.output[-5:]]
+    lines += [*aligned(rows, left=()), *view.verdict, *view.messages[-5:], *view.output[-5:]]
     return "\n".join(lines)
