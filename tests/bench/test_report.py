@@ -1,4 +1,3 @@
-import io
 import json
 from pathlib import Path
 
@@ -55,11 +54,10 @@ def test_a_table_without_choros_has_no_ratios() -> None:
     assert plain_text(compare("", [("", [row("mpi4py", 1.0)])])).splitlines()[3] == "  mpi4py  1.00 s  2.00 s  3.00 s"
 
 
-def test_output_other_than_a_terminal_is_plain_text() -> None:
+def test_output_other_than_a_terminal_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
     table = compare("sums", [("16 MiB", [row("choros", 1e-3)])])
-    stream = io.StringIO()
-    show(table, stream)
-    assert stream.getvalue() == plain_text(table) + "\n"
+    show(table)
+    assert capsys.readouterr().out == plain_text(table) + "\n"
 
 
 def test_the_notes_of_allreduce() -> None:

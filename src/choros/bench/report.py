@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from choros.bench.cases import TrainCase
 from choros.bench.contender import CHOROS
@@ -121,10 +121,10 @@ def plain_text(table: Table) -> str:
     return "\n".join([*lines, *table.notes])
 
 
-def show(table: Table, stream: TextIO = sys.stdout) -> None:
+def show(table: Table) -> None:
     """Prints the table: with ``rich`` on a terminal, if it is installed; as plain text otherwise."""
-    if not stream.isatty() or importlib.util.find_spec("rich") is None:
-        print(plain_text(table), file=stream)
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        print(plain_text(table))
         return
     from rich import box
     from rich.console import Console
@@ -140,7 +140,7 @@ def show(table: Table, stream: TextIO = sys.stdout) -> None:
         for row in section:
             drawn.add_row(*row, style="bold" if row[0] == CHOROS else None)
         drawn.add_section()
-    console = Console(file=stream, highlight=False, markup=False)
+    console = Console(highlight=False, markup=False)
     console.print(drawn)
     for note in table.notes:
         console.print(note)

@@ -1,6 +1,5 @@
 """The ``choros forecast`` command: parses arguments and prints; the other modules of this package do the work."""
 
-import sys
 from pathlib import Path
 
 import click
@@ -87,7 +86,7 @@ def forecast(
     outlook = Outlook(workload, machines, tuple(forecasts), steps or workload.steps_per_epoch or 0, price, failures)
     if price is not None and not outlook.steps:
         raise ConfigError("--price: the timeline has no epoch. Give the steps of one: --steps N.")
-    show(outlook.table(), sys.stdout)
+    show(outlook.table())
     if json_file is not None:
         write_json(json_file, outlook.as_json())
     if plot_file is not None:

@@ -1,6 +1,5 @@
 """The ``choros memory`` command: parses arguments and prints; the other modules of this package do the work."""
 
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def memory(
         model = inspect_subject(subject)
     title = f"{file}: {model.parameters:,} parameters, {model.optimizer}"
     outlook = MemoryOutlook(title, model, numbers, fit or "", limit)
-    show(outlook.table(), sys.stdout)
+    show(outlook.table())
     if json_file is not None:
         write_json(json_file, outlook.as_json())
     return 0
