@@ -96,7 +96,7 @@ def compared(works: dict[str, Workload], network: Sequence[float], rounds: int, 
         )
     fitted = f"{link.bytes_per_s * 8e-6:.4g} Mbit/s, {link.latency_s * 1e3:.3g} ms"
     print(f"\n{mbits:g} Mbit/s, {delay_ms:g} ms; as fitted: {fitted}", flush=True)
-    memory = memory_of(works["plain"], 2)  # recorded with a core for each of two ranks; these hosts share the cores
+    memory = memory_of(works["plain"])  # recorded with a core for each of two ranks; these hosts share the cores
     memory = replace(memory, bytes_per_s=memory.bytes_per_s / max(1, hosts * slots / CORES))
     machines = Machines(link, memory, slots)
     rows = []

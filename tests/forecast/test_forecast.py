@@ -181,7 +181,7 @@ def test_the_best_depends_on_the_link() -> None:
     work = Workload(2, 1, 0.1, (0.0,), (Bucket(16 * MIB, 16, 0.1),), 0.03)
     ways = [each for each in settings(16, 4) if each.every == 1]
     slow, fast = (
-        best([predict(work, 64, each, Machines(link, memory_of(work, 2), 1)) for each in ways]).setting
+        best([predict(work, 64, each, Machines(link, memory_of(work), 1)) for each in ways]).setting
         for link in (PROFILES["ethernet-1"], PROFILES["nvlink"])
     )
     assert (slow, fast) == ("power_sgd(4)", "overlap")

@@ -78,7 +78,7 @@ def forecast(
         check_matplotlib()
     numbers, between = sorted(parse_ranks("--np", ranks)), link_of("--net", net)
     workload = workload_of(trace_of(file))
-    within = memory_of(workload, workload.ranks) if intra is None else link_of("--intra", intra)
+    within = memory_of(workload) if intra is None else link_of("--intra", intra)
     machines = Machines(between, within, per_host)
     ways = settings(every, power)
     forecasts = [predict(workload, each, way, machines) for each in numbers for way in (ways if each > 1 else ways[:1])]

@@ -11,7 +11,6 @@ communication operations in MPICH", with α + n β for each message.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from choros.comm.primitives import CHUNK_BYTES
@@ -62,12 +61,8 @@ def control_s(ranks: int, machines: Machines) -> float:
 
 def allreduce_s(ranks: int, nbytes: float, machines: Machines) -> float:
     """The seconds in which ``nbytes`` of each rank are summed, in chunks; without what memory takes (``memory_s``)."""
-    return sum(_chunk_s(ranks, chunk, machines) for chunk in _chunks(nbytes)) if ranks > 1 else 0.0
-
-
-def _chunks(nbytes: float) -> Iterator[float]:
-    for start in range(0, math.ceil(nbytes), CHUNK_BYTES):
-        yield min(CHUNK_BYTES, nbytes - start)
+    starts = range(0, math.ceil(nbytes), CHUNK_BYTES) if ranks > 1 else ()
+    return sum(_chunk_s(ranks, min(CHUNK_BYTES, nbytes - start), machines) for start in starts)
 
 
 def _chunk_s(ranks: int, nbytes: float, machines: Machines) -> float:

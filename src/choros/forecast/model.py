@@ -159,11 +159,11 @@ def _overlapped(workload: Workload) -> tuple[Bucket, ...]:
     )
 
 
-def memory_of(workload: Workload, sliced: int) -> Link:
-    """The memory of the recorded host, from how long its ranks, ``sliced`` of them, took to reduce."""
+def memory_of(workload: Workload) -> Link:
+    """The memory of the recorded host, from how long its ranks took to reduce."""
     if workload.hosts > 1 or not workload.transfer_s or not workload.nbytes:
         return SHARED_MEMORY
-    moved = (2 + 2 * (sliced - 1) / sliced) * workload.nbytes
+    moved = (2 + 2 * (workload.ranks - 1) / workload.ranks) * workload.nbytes
     return replace(SHARED_MEMORY, name="memory, as recorded", bytes_per_s=moved / workload.transfer_s)
 
 
