@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from choros.bench.report import ReportRow, Table, check_writable, show, write_js
 from choros.bench.run import Case, Effort, RunResult, Skipped, run_contenders
 from choros.bench.startup import CASES, run_starts
 from choros.launch.driver.machine import version_of
-from choros.launch.plan.cores import physical_cores
+from choros.launch.plan.cores import allowed_processors, usable_cores
 
 #: The packages whose versions are recorded, if they are installed.
 PACKAGES = (
@@ -143,11 +142,10 @@ def machine() -> dict[str, Any]:
     >>> sorted(machine())
     ['cores', 'cpu', 'logical_cpus', 'memory_bytes', 'os', 'python', 'versions']
     """
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {
         "cpu": _cpu(),
-        "cores": len(physical_cores(allowed)),
-        "logical_cpus": len(allowed),
+        "cores": usable_cores(),
+        "logical_cpus": len(allowed_processors()),
         "memory_bytes": psutil.virtual_memory().total,
         "os": platform.platform(),
         "python": platform.python_version(),

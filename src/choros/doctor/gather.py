@@ -22,7 +22,7 @@ from choros.doctor.facts import DirectoryFacts, MachineFacts, PackageFacts
 from choros.errors import ChorosError, ConfigError
 from choros.frameworks import FRAMEWORKS, choose_keras_backend
 from choros.launch.driver.machine import count_accelerators, detect_mpirun, own_names
-from choros.launch.plan.cores import processor_quota, usable_cores
+from choros.launch.plan.cores import allowed_processors, processor_quota, usable_cores
 from choros.launch.plan.mpi_implementations import Mpirun
 from choros.launch.processes.directories import SHARED_MEMORY, temporary
 from choros.settings import ENGINES, Config
@@ -69,7 +69,6 @@ def gather(directory: str, mpirun_path: str | None) -> MachineFacts:
 
 
 def _without_imports(directory: str, mpirun: Mpirun | None) -> MachineFacts:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = tuple(_output(*_GPUS).splitlines())
     return MachineFacts(
         name=platform.node(),
@@ -89,7 +88,7 @@ def _without_imports(directory: str, mpirun: Mpirun | None) -> MachineFacts:
         processes=_processes(),
         fabric=any(Path("/sys/class/infiniband").glob("*")),
         cores=usable_cores(),
-        allowed=allowed,
+        allowed=len(allowed_processors()),
         processors=os.cpu_count() or 1,
         quota=processor_quota(),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),

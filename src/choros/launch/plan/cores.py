@@ -80,7 +80,8 @@ def processor_quota(cgroup: Path = _CGROUP) -> float | None:
         return None
 
 
-def _allowed_processors() -> list[int]:
+def allowed_processors() -> list[int]:
+    """Returns the numbers of the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -88,12 +89,12 @@ def _allowed_processors() -> list[int]:
 
 def usable_cores() -> int:
     """Returns the number of physical cores that this process may use."""
-    return len(physical_cores(_allowed_processors()))
+    return len(physical_cores(allowed_processors()))
 
 
 def share_of(local_rank: int, local_size: int, bind: bool) -> Share:
     """Returns the share of a rank on this host; if choros does not bind, mpirun may have bound this process already."""
-    allowed = _allowed_processors()
+    allowed = allowed_processors()
     cores = physical_cores(allowed)
     if bind:
         return divide(cores, local_rank, local_size, processor_quota())
