@@ -49,19 +49,15 @@ class Contender:
     environ: Mapping[str, str] = field(default_factory=dict)
     single: bool = False
 
-    @property
-    def missing(self) -> list[str]:
-        """Those of ``needs`` that are not installed. compat/horovod is not Horovod."""
-        return [
+    def check_installed(self) -> None:
+        """Raises ``ContenderFailed`` if one of ``needs`` is missing. compat/horovod is not Horovod."""
+        missing = [
             module
             for module in self.needs
             if importlib.util.find_spec(module) is None or version_of(module).endswith("+choros")
         ]
-
-    def check_installed(self) -> None:
-        """Raises ``ContenderFailed`` if one of ``needs`` is missing."""
-        if self.missing:
-            raise ContenderFailed(f"not installed ({', '.join(self.missing)})")
+        if missing:
+            raise ContenderFailed(f"not installed ({', '.join(missing)})")
 
 
 class ContenderFailed(RuntimeError):
