@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from choros.errors import ConfigError
@@ -82,10 +82,6 @@ class RankBytes:
     def total(self) -> int:
         """All of them; without activations if these are not known."""
         return self.weights + self.gradients + self.state + self.buffers + (self.activations or 0)
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns its object in the JSON file."""
-        return {**asdict(self), "total": self.total}
 
 
 def rank_bytes(model: TrainedModel, ranks: int, *, shard_state: bool) -> RankBytes:

@@ -33,7 +33,8 @@ def trained_model(model: Any, optimizer: Any) -> TrainedModel:
         bare = tuple(VariableBytes(math.prod(each.shape), nbytes(each), 0) for each in variables)
         return TrainedModel(names or "no optimizer", bare, UNDIVIDED, state, buffers)
     of_each = [0] * len(variables)
-    shared = sum(nbytes(each) for each in optimizer.variables if not _is_of(innermost(optimizer), each))
+    inner = innermost(optimizer)
+    shared = sum(nbytes(each) for each in optimizer.variables if not any(each is own for own in inner.variables))
     for slot in _slots(optimizer, variables):
         if slot.index is None:
             shared += nbytes(slot.outline)
@@ -41,11 +42,7 @@ def trained_model(model: Any, optimizer: Any) -> TrainedModel:
             of_each[slot.index] += nbytes(slot.outline)
     pairs = zip(variables, of_each, strict=True)
     sizes = tuple(VariableBytes(math.prod(each.shape), nbytes(each), state) for each, state in pairs)
-    return TrainedModel(type(innermost(optimizer)).__name__, sizes, _division(optimizer), shared, buffers)
-
-
-def _is_of(inner: Any, variable: Any) -> bool:
-    return any(variable is each for each in inner.variables)
+    return TrainedModel(type(inner).__name__, sizes, _division(optimizer), shared, buffers)
 
 
 def _slots(optimizer: Any, variables: Sequence[Any]) -> list[Slot]:

@@ -1,7 +1,7 @@
 """The table and the JSON file of ``choros memory``."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from choros.bench.cases import format_bytes
@@ -49,7 +49,7 @@ class MemoryOutlook:
             "parameters": self.model.parameters,
             "rest": self.model.rest,
             **limit,
-            "needs": [each.as_json() for way in ways.values() for each in way],
+            "needs": [{**asdict(each), "total": each.total} for way in ways.values() for each in way],
         }
 
     def table(self) -> Table:

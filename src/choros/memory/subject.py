@@ -19,7 +19,7 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.machinery import ModuleSpec
@@ -120,14 +120,11 @@ def _settled_bytes() -> int | None:
 
 def _gradients_kept(model: Any) -> int:
     """The bytes of gradients that are alive between steps: PyTorch's."""
-    gradients = [getattr(variable.value, "grad", None) for variable in _torch_variables(model)]
-    return sum(each.nbytes for each in gradients if each is not None)
-
-
-def _torch_variables(model: Any) -> Sequence[Any]:
     import keras
 
-    return model.trainable_variables if keras.backend.backend() == "torch" else ()
+    variables = model.trainable_variables if keras.backend.backend() == "torch" else ()
+    gradients = [getattr(variable.value, "grad", None) for variable in variables]
+    return sum(each.nbytes for each in gradients if each is not None)
 
 
 @final
