@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -117,5 +118,5 @@ def _count(number: int, noun: str) -> str:
 
 def as_json(findings: Sequence[Finding], facts: Mapping[str, MachineFacts]) -> str:
     """Returns one JSON object: whether a job could run, all findings, and the facts of each machine by its name."""
-    machines = {host: each.as_json() for host, each in facts.items()}
+    machines = {host: asdict(each) for host, each in facts.items()}
     return json.dumps({"runs": runs(findings), "findings": [vars(each) for each in findings], "machines": machines})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -78,16 +78,13 @@ class MachineFacts:
     loopback_problem: str = ""
     addresses: tuple[str, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns what ``from_json`` takes."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> MachineFacts:
-        """Returns the facts that another machine, perhaps with another version of choros, has sent.
+        """Returns the facts that another machine, perhaps with another version of choros, has sent, made by ``asdict``.
 
+        >>> from dataclasses import asdict
         >>> facts = MachineFacts(packages={"jax": PackageFacts("0.8")}, open_files=(64, 64))
-        >>> MachineFacts.from_json({**facts.as_json(), "later": 1}) == facts
+        >>> MachineFacts.from_json({**asdict(facts), "later": 1}) == facts
         True
         """
         made = {each.name: values[each.name] for each in fields(cls) if each.name in values}

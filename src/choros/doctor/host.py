@@ -13,6 +13,7 @@
 import json
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 from choros.doctor.gather import gather
@@ -27,7 +28,7 @@ def main() -> None:
     _say(time.time())
     directory, mpirun = sys.argv[1:]
     with listening() as (port, secret):
-        _say({"facts": gather(directory, mpirun or None).as_json(), "port": port, "secret": secret})
+        _say({"facts": asdict(gather(directory, mpirun or None)), "port": port, "secret": secret})
         targets = json.loads(sys.stdin.readline() or "[]")
         _say(unreached([Target(*each) for each in targets]))
         sys.stdin.read()
