@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from choros.observe.stragglers import limit_of
 from choros.observe.verdict import percent_text
 from choros.report import drawing
 from choros.report.drawing import COLOURS, Point, bytes_text, seconds_text
@@ -193,7 +194,7 @@ def _histogram(ranks: Sequence[Rank]) -> Figure:
         return Figure(title, "", "No rank has made a step.")
     first = next(place for place, count in enumerate(counts) if count)
     end = max(place for place, count in enumerate(counts) if count) + 1
-    names = [seconds_text(50e-6 * 2 ** (place / 3)) for place in range(first, end)]
+    names = [seconds_text(limit_of(place - 1)) for place in range(first, end)]
     most = names[max(range(first, end), key=counts.__getitem__) - first]
     label = f"Histogram of {sum(counts):,} steps of all ranks: most often from {most} on, at most from {names[-1]} on"
     svg = drawing.columns(label, names, [("c0", counts[first:end])], lambda each: f"{each:,.0f}" * (each % 1 == 0))
