@@ -42,7 +42,7 @@ class TopApp(App[None]):
     #ranks { height: 2fr; min-height: 3; border-top: solid $primary; scrollbar-size-vertical: 1; }
     #log { height: 1fr; min-height: 2; border-top: solid $primary; scrollbar-size-vertical: 1; }
     """
-    BINDINGS: ClassVar = [Binding("q", "quit", priority=True), Binding("ctrl+c", "interrupt", priority=True)]
+    BINDINGS: ClassVar = [Binding("q", "quit", priority=True), Binding("ctrl+c", "leave", priority=True)]
     ENABLE_COMMAND_PALETTE = False
 
     def __init__(self, fetch: Callable[[], dict[str, Any]], stop: Callable[[], None] | None = None) -> None:
@@ -64,7 +64,8 @@ class TopApp(App[None]):
 
     async def on_mount(self) -> None:
         """Begins."""
-        for number, end in ((signal.SIGTERM, self.exit), (signal.SIGHUP, self.exit), (signal.SIGINT, self._leave)):
+        ends = {signal.SIGTERM: self.exit, signal.SIGHUP: self.exit, signal.SIGINT: self.action_leave}
+        for number, end in ends.items():
             asyncio.get_running_loop().add_signal_handler(number, end)
         self.query_one("#log").anchor()  # follows the end, until the user scrolls
         self.set_interval(durations.VIEW_LOOK, self.poll)
@@ -73,10 +74,6 @@ class TopApp(App[None]):
     def on_resize(self, event: Resize) -> None:
         """Shows all in the new size."""
         self._show(event.size)
-
-    def action_interrupt(self) -> None:
-        """Ctrl-C, which the terminal does not make a signal of now."""
-        self._leave()
 
     async def poll(self) -> None:
         """Fetches the record, and shows it."""
@@ -91,7 +88,8 @@ class TopApp(App[None]):
             self._records.append(record)
         self._show(self.size)
 
-    def _leave(self) -> None:
+    def action_leave(self) -> None:
+        """Ctrl-C, which the terminal does not make a signal of now."""
         self.exit()
         if self._stop is not None:
             self._stop()
