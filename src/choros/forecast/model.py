@@ -19,6 +19,8 @@ from choros.forecast.workload import Bucket, Workload
 _BACKWARD = 2 / 3
 #: The buckets of CHOROS_OVERLAP.
 _BUCKET_BYTES = 8 << 20
+#: How long ranks take to go on without one that has failed.
+_RECOVERY_S = 3.0
 #: The memory of a host whose timeline does not tell.
 SHARED_MEMORY = Link("shared memory", 10e-6, 4e9)
 
@@ -72,14 +74,13 @@ class Failures:
     """How often a rank fails, and the seconds of what follows; choros recovers in place, other jobs are restarted."""
 
     mtbf_s: float
-    checkpoint_s: float = 30.0
-    restart_s: float = 120.0
-    recovery_s: float = 3.0
+    checkpoint_s: float
+    restart_s: float
 
     def restarting(self, ranks: int) -> float:
         """By what the time grows with checkpoints as often as is best (Young 1974), and restarts (Daly 2006).
 
-        >>> round(Failures(mtbf_s=3600 * 1000).restarting(ranks=100), 3)
+        >>> round(Failures(mtbf_s=3600 * 1000, checkpoint_s=30, restart_s=120).restarting(ranks=100), 3)
         1.045
         """
         mean = self.mtbf_s / ranks
@@ -88,7 +89,7 @@ class Failures:
 
     def in_place(self, ranks: int, step_s: float) -> float:
         """By what it grows if the ranks that are left make the step again."""
-        return 1 + (self.recovery_s + step_s) * ranks / self.mtbf_s
+        return 1 + (_RECOVERY_S + step_s) * ranks / self.mtbf_s
 
 
 @dataclass(frozen=True)
