@@ -16,8 +16,7 @@ from choros.errors import ConfigError
 
 Shape = tuple[int, ...]
 
-_UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-_NAMES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
 _SIZE = re.compile(r"(\d+)\s*([a-z]*)", re.IGNORECASE)
 #: The factor from one size of a range to the next.
 _STEP = 4
@@ -154,7 +153,8 @@ def parse_ranks(option: str, text: str) -> tuple[int, ...]:
 
 def _parse(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
-    unit = _UNITS.get(match[2].lower() or "b") if match else None
+    units = {name.lower(): unit for name, unit in _UNITS.items()}
+    unit = units.get(match[2].lower() or "b") if match else None
     if match is None or unit is None or int(match[1]) == 0:
         raise ConfigError(
             f"--sizes: {text.strip()!r} is not a size. Write sizes like 4KiB,256KiB,16MiB, or a range like "
@@ -169,7 +169,5 @@ def format_bytes(size: int) -> str:
     >>> format_bytes(4096), format_bytes(1536 << 10), format_bytes(1000), format_bytes(470852)
     ('4 KiB', '1.5 MiB', '1000 B', '459.8 KiB')
     """
-    for name, unit in _NAMES:
-        if size >= unit:
-            return f"{size / unit:.1f}".removesuffix(".0") + f" {name}"
-    return f"{size} B"
+    name, unit = next(((name, unit) for name, unit in _UNITS.items() if size >= unit), ("B", 1))
+    return f"{size / unit:.1f}".removesuffix(".0") + f" {name}"

@@ -22,7 +22,7 @@ from choros.bench.report import check_writable, rows_of, show, write_json
 from choros.bench.run import Effort
 from choros.bench.session import ENOUGH_ROUNDS, BenchSession, Progress, machine, machine_text
 
-_SIZES = ("4KiB", "256KiB", "4MiB", "16MiB", "64MiB")
+_SIZES = "4KiB,256KiB,4MiB,16MiB,64MiB"
 _SIZES_HELP = "Sizes of the array. 1MiB..256MiB: all sizes between these two, in steps of a factor of four."
 _MODEL_HELP = "cnn: the model of the MNIST example; mlp: 20 million parameters."
 _EPILOG = """\
@@ -88,7 +88,7 @@ def bench(context: click.Context) -> None:
 
 
 @bench.command(epilog=_EPILOG)
-@click.option("--sizes", default=",".join(_SIZES), show_default=True, metavar="SIZE,...", help=_SIZES_HELP)
+@click.option("--sizes", default=_SIZES, show_default=True, metavar="SIZE,...", help=_SIZES_HELP)
 @click.option(
     "--dtype", type=click.Choice(sums.DTYPES), default="float32", show_default=True, help="Data type of the array."
 )
