@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from choros import durations
@@ -26,7 +26,7 @@ _HERE = "this machine"
 
 
 class Session:
-    """A login to a host, where ``doctor/host.py`` answers; as a context it ends with its block."""
+    """A login to a host, where ``doctor/host.py`` answers, until it is closed."""
 
     def __init__(self, name: str, ssh: Ssh, mpirun: str) -> None:
         self.name = name
@@ -35,10 +35,8 @@ class Session:
         self._argv = [*login(ssh, durations.DOCTOR_LOGIN), name, _command(mpirun)]
         self._process: Any = None
 
-    def __enter__(self) -> "Session":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Ends the login."""
         if self._process is not None:
             self._process.kill()
             with suppress(OSError, subprocess.TimeoutExpired):
@@ -85,7 +83,7 @@ def check_others(job: Job, here: MachineFacts) -> tuple[list[Finding], dict[str,
     except (LaunchError, OSError) as error:
         findings.append(Finding("ssh", PROBLEM, str(error), "name each machine once in -H, with all of its slots"))
     with ExitStack() as stack:
-        sessions = {name: stack.enter_context(Session(name, job.ssh, here.mpirun_path)) for name in answers}
+        sessions = {name: stack.enter_context(closing(Session(name, job.ssh, here.mpirun_path))) for name in answers}
         port, secret = stack.enter_context(listening())
         targets, failures = ask_all([*sessions], lambda name: sessions[name].learn(), durations.DOCTOR_HOST)
         findings += [_no_choros(name, why) for name, why in failures.items()]
