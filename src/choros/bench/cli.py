@@ -254,8 +254,7 @@ def memory(framework: str, parameters: int, ranks: int, json_file: Path | None) 
         click.echo(f"failed: {each}")
     described = machine()
     click.echo(f"machine: {machine_text(described)}")
-    if json_file is not None:
-        write_json(json_file, {"machine": described, "rows": [row.as_json() for row in rows]})
+    write_json(json_file, {"machine": described, "rows": [row.as_json() for row in rows]})
     return 1 if failed else 0
 
 

@@ -146,8 +146,10 @@ def show(table: Table) -> None:
         console.print(note)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes ``path`` atomically."""
+def write_json(path: Path | None, value: Mapping[str, Any]) -> None:
+    """Writes ``path`` atomically; ``None``: no file is wanted."""
+    if path is None:
+        return
     with unfinished(path) as name:
         name.write_text(json.dumps(value, indent=1) + "\n")
 

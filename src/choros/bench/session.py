@@ -131,8 +131,7 @@ class BenchSession:
         click.echo(f"machine: {machine_text(self.machine)}")
         if self._plot is not None and self.rows:
             plot(self._plot)
-        if self._json is not None:
-            write_json(self._json, {"machine": self.machine, "rows": [row.as_json() for row in self.rows]})
+        write_json(self._json, {"machine": self.machine, "rows": [row.as_json() for row in self.rows]})
         return 0 if any(row.peer == CHOROS for row in self.rows) else 1
 
 

@@ -87,8 +87,7 @@ def forecast(
     if price is not None and not outlook.steps:
         raise ConfigError("--price: the timeline has no epoch. Give the steps of one: --steps N.")
     show(outlook.table())
-    if json_file is not None:
-        write_json(json_file, outlook.as_json())
+    write_json(json_file, outlook.as_json())
     if plot_file is not None:
         plot(outlook, plot_file)
     return 0

@@ -70,6 +70,5 @@ def memory(
     title = f"{file}: {model.parameters:,} parameters, {model.optimizer}"
     outlook = MemoryOutlook(title, model, numbers, fit or "", limit)
     show(outlook.table())
-    if json_file is not None:
-        write_json(json_file, outlook.as_json())
+    write_json(json_file, outlook.as_json())
     return 0
