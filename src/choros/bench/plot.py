@@ -7,12 +7,16 @@ from typing import Any
 from choros.bench.cases import format_bytes
 from choros.bench.contender import CHOROS
 from choros.bench.figures import AlphaBeta, fit, format_ranks
-from choros.bench.report import ReportRow
+from choros.bench.report import ReportRow, check_writable
 from choros.errors import ConfigError
 
 
-def check_matplotlib() -> None:
-    """Raises a ``ConfigError`` if matplotlib is not installed."""
+def check_files(plot: Path | None, json_file: Path | None) -> None:
+    """Raises a ``ConfigError`` if a file that is wanted cannot be written, or matplotlib is not installed for one."""
+    check_writable("--plot", plot)
+    check_writable("--json", json_file)
+    if plot is None:
+        return
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

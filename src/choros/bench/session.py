@@ -16,8 +16,8 @@ import psutil
 
 from choros import durations
 from choros.bench.contender import CHOROS, Contender
-from choros.bench.plot import check_matplotlib
-from choros.bench.report import ReportRow, Table, check_writable, show, write_json
+from choros.bench.plot import check_files
+from choros.bench.report import ReportRow, Table, show, write_json
 from choros.bench.run import Case, Effort, RunResult, Skipped, run_contenders
 from choros.bench.startup import CASES, run_starts
 from choros.launch.driver.machine import version_of
@@ -77,10 +77,7 @@ class BenchSession:
     def __init__(
         self, rounds: int, burst: float, only: tuple[str, ...], plot: Path | None, json_file: Path | None
     ) -> None:
-        check_writable("--plot", plot)
-        check_writable("--json", json_file)
-        if plot is not None:
-            check_matplotlib()
+        check_files(plot, json_file)
         self.rounds = rounds
         self.burst = burst
         self.only = only

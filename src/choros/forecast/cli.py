@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from choros.bench.cases import parse_ranks
-from choros.bench.plot import check_matplotlib
-from choros.bench.report import check_writable, show, write_json
+from choros.bench.plot import check_files
+from choros.bench.report import show, write_json
 from choros.errors import ConfigError
 from choros.forecast.costs import Machines
 from choros.forecast.fit import link_of
@@ -72,10 +72,7 @@ def forecast(
     plot_file: Path | None, json_file: Path | None,
 ) -> int:  # fmt: skip
     """See ``_HELP``."""
-    check_writable("--plot", plot_file)
-    check_writable("--json", json_file)
-    if plot_file is not None:
-        check_matplotlib()
+    check_files(plot_file, json_file)
     numbers, between = sorted(parse_ranks("--np", ranks)), link_of("--net", net)
     workload = workload_of(trace_of(file))
     within = memory_of(workload) if intra is None else link_of("--intra", intra)
