@@ -15,7 +15,6 @@ import numpy as np
 
 from choros.comm.members import KNOWN, LEARNS, UNKNOWN, Members
 from choros.comm.process_set import ProcessSet, global_process_set
-from choros.comm.reduction import BFLOAT16
 from choros.comm.request import JOINED, SHUTDOWN, CollectiveSpec, Request
 from choros.comm.transfers import (
     broadcast_from,
@@ -104,7 +103,7 @@ def process_set_of(sets: Iterable[ProcessSet], owners: str) -> ProcessSet:
 
 def _take_part_in(members: Members, spec: CollectiveSpec, values: Sequence[int]) -> None:
     """Does the part of a rank without rows: with zeros, or with none."""
-    layout = tuple((shape, _dtype(name)) for name, shape in spec.arrays)
+    layout = tuple((shape, np.dtype(name)) for name, shape in spec.arrays)
     match spec.collective:
         case "allreduce" | "grouped_allreduce":
             zeros = [np.zeros(shape, dtype) for shape, dtype in layout]
@@ -125,7 +124,3 @@ def _take_part_in(members: Members, spec: CollectiveSpec, values: Sequence[int])
             exchange_rows(members, np.zeros((0, *inner), dtype), np.zeros(members.size, np.int64))
         case "sum":
             sum_numbers(members, np.zeros(max(values)), values, spec.differ)
-
-
-def _dtype(name: str) -> np.dtype[np.generic]:
-    return BFLOAT16 if name == BFLOAT16.name else np.dtype(name)
