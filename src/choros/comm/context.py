@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import Any
 
@@ -46,7 +46,6 @@ _job: _JobState | None = None
 #: An exception ended the main program, or this rank leaves the others: it must end, not wait for them.
 _crashed = False
 _listeners = Listeners()
-_hooked = False
 _finalize: Callable[[], None] | None = None
 _change_listeners: list[Callable[[Change], None]] = []
 
@@ -361,12 +360,9 @@ def _start_engine(config: Config, position: Topology, comm: Any) -> tuple[Commun
         wait.end()
 
 
+@cache
 def _install_hooks() -> None:
     """Makes a crash end this rank at once, and a normal end leave the job in order."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
     exit_with_code_of_loss()
     previous = sys.excepthook
 
