@@ -376,9 +376,8 @@ class Members(Primitives):
         self._queue.abandon_plan()
 
     def _share(self, message: bytes, lengths: Sequence[int]) -> list[bytes]:
-        together = self._allgather(np.frombuffer(message, np.uint8), lengths).tobytes()
-        ends = np.cumsum(lengths)
-        return [together[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        together = self._allgather(np.frombuffer(message, np.uint8), lengths)
+        return [part.tobytes() for part in np.split(together, np.cumsum(lengths)[:-1])]
 
     @final
     def mismatch(self, request: Request, digests: Sequence[int] = ()) -> MismatchError:

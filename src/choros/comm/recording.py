@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from choros.comm.communicator import Communicator
 from choros.comm.process_set import global_process_set
@@ -124,7 +125,7 @@ def end_recording(communicator: Communicator, request: Request) -> None:
         others = [0] * (communicator.size - 1)
         expected = counts if communicator.rank == 0 else [0, *others]
         received = communicator.alltoallv_bytes(np.frombuffer(own, np.uint8), [len(own), *others], expected)
-        written = communicator.rank == 0 and recording is not None and _write(recording, received.tobytes(), counts)
+        written = communicator.rank == 0 and recording is not None and _write(recording, received, counts)
         return any(communicator.agree(_WRITTEN, value=written))
 
     try:
@@ -156,16 +157,13 @@ def _merge_here(recording: PartWriter) -> None:
         _log.warning("the timeline %s cannot be written: %s.", recording.file, error)
 
 
-def _write(recording: PartWriter, received: bytes, counts: Sequence[int]) -> bool:
+def _write(recording: PartWriter, received: NDArray[np.uint8], counts: Sequence[int]) -> bool:
     """Writes the timeline from the ranks' compressed parts; returns whether that was possible."""
     from choros.trace.files import write_trace
 
-    parts, begin = [], 0
-    for count in counts:
-        parts.append(received[begin : begin + count])
-        begin += count
+    parts = np.split(received, np.cumsum(counts)[:-1])
     try:
-        write_trace(recording.file, [read_part(zlib.decompress(part)) for part in parts if part])
+        write_trace(recording.file, [read_part(zlib.decompress(part.tobytes())) for part in parts if part.size])
     except (OSError, ValueError) as error:
         kept = recording.path.parent
         _log.warning(

@@ -324,9 +324,8 @@ class ParameterSlices:
         for number, length in zip(order, lengths, strict=True):
             sent[senders[number]] += length
         together: NDArray[np.uint8] = communicator.gather_bytes(np.frombuffer(b"".join(own), np.uint8), sent)
-        ends = np.cumsum(lengths).tolist()
-        messages = {n: together[end - size : end].tobytes() for n, end, size in zip(order, ends, lengths, strict=True)}
-        return [messages[number] for number in range(len(order))]
+        messages = dict(zip(order, np.split(together, np.cumsum(lengths)[:-1]), strict=True))
+        return [messages[number].tobytes() for number in range(len(order))]
 
     def divide_anew(self, ranges: Mapping[Any, Ranges]) -> None:
         """From now on, the ranks that there are have these items of the parameters."""
