@@ -87,7 +87,7 @@ def distributed(
     )
     reduction = GradientReduction(GradientReducer(config, name), shards_state=shard_state)
     _reductions.add(reduction)
-    return _reducing(tx, reduction, name)
+    return _reducing(tx, reduction)
 
 
 def _checked(tx: Any) -> Any:
@@ -105,11 +105,11 @@ def _checked(tx: Any) -> Any:
     return optax.with_extra_args_support(tx)
 
 
-def _reducing(tx: Any, reduction: GradientReduction, name: str) -> Any:
+def _reducing(tx: Any, reduction: GradientReduction) -> Any:
     import optax
 
     if reduction.shards_state:
-        sliced = SlicedUpdate(tx, reduction, name)
+        sliced = SlicedUpdate(tx, reduction)
         return optax.GradientTransformationExtraArgs(sliced.init, sliced.update)
 
     def init(params: Any) -> Any:

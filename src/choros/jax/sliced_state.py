@@ -37,10 +37,9 @@ Array = NDArray[Any]
 class SlicedUpdate:
     """``init`` and ``update`` of ``tx`` where each rank has slices of the state; with one rank, those of ``tx``."""
 
-    def __init__(self, tx: Any, reduction: GradientReduction, name: str) -> None:
+    def __init__(self, tx: Any, reduction: GradientReduction) -> None:
         self._tx = tx
         self._reduction = reduction
-        self._name = name
         self._dtypes: dict[Any, tuple[np.dtype[Any], ...]] = {}
 
     def init(self, params: Any) -> Any:
@@ -141,7 +140,8 @@ class SlicedUpdate:
             for position, host in zip(here, hosts, strict=False):
                 given[position] = host.reshape(-1)
             kinds = [of_models(each, models) for each in layout]
-            return gather_slices(self._reduction.reducer.config.process_set.communicator, kinds, given, name=self._name)
+            reducer = self._reduction.reducer
+            return gather_slices(reducer.config.process_set.communicator, kinds, given, name=reducer.name)
 
         given = [jnp.asarray(own[indices[position]], layout[position].dtype) for position in here]
         outputs = [ArraySpec(each.shape, each.dtype) for each in layout]
@@ -186,7 +186,7 @@ class SlicedUpdate:
             dtype = next(each[path][1] for each in kinds if path in each)  # the steps may have changed it
             layout = SliceLayout(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
             items = np.asarray(own.get(path, np.empty(0)), dtype).reshape(-1)[: layout.items(division.rank)]
-            values += gather_slices(process_set.communicator, [layout], [items], name=self._name)
+            values += gather_slices(process_set.communicator, [layout], [items], name=self._reduction.reducer.name)
         return jax.tree.structure(expected).unflatten(values)
 
     def own(self, whole: Any, params: Any) -> Any:
