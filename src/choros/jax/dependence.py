@@ -11,6 +11,7 @@ depend? Two parameters, a and b, of a transformation that clips by the global no
 A second trace has parameters of one item, in as many dimensions: if it is another program, shapes matter.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from choros.errors import ConfigError
+from choros.jax.collectives import paths_of
 
 #: The primitives of which each item of a result needs the items at its place.
 _BY_ITEM_NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
@@ -87,7 +89,7 @@ def works_by_item(tx: Any, params: Any) -> bool:
     except Exception:  # noqa: BLE001 - the user's code cannot compute with parts of arrays, or computes something else
         updates, states = _followed(whole, whole)
         updates = [each._replace(by_item=False) for each in updates]
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = paths_of(params)
     for index, value in enumerate(updates):
         _check_alone(value.arrays | {index}, f"the update of {paths[index]}", paths)
     for value in states:
@@ -191,10 +193,7 @@ def _results(step: Any, its: Any, arguments: Sequence[_Leaf]) -> list[_Leaf]:
 
 
 def _joined(values: Sequence[_Leaf]) -> _Leaf:
-    result = _SAME_EVERYWHERE
-    for value in values:
-        result = result.joined(value)
-    return result
+    return functools.reduce(_Leaf.joined, values, _SAME_EVERYWHERE)
 
 
 def _function(step: Any) -> Any:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from choros.arrays import ArraySpec
 from choros.errors import ConfigError, NotInitializedError
 from choros.jax.clipping import of_slices
+from choros.jax.collectives import paths_of
 from choros.jax.dependence import works_by_item
 from choros.jax.division import FILES, Division, SlicedState, of_models, refuse_slices, trained_of, with_slices
 from choros.jax.reduction import ADAPTER, GradientReduction
@@ -172,8 +173,8 @@ class SlicedUpdate:
         self._division_of(state, params)
         process_set = self._reduction.reducer.config.process_set
         expected = jax.eval_shape(self._tx.init, params)
-        own, paths = dict(_with_paths(state.inner)), [path for path, _ in _with_paths(expected)]
-        if not {*own} <= {*paths}:
+        own = dict(_with_paths(state.inner))
+        if not {*own} <= {*paths_of(expected)}:
             raise ConfigError("whole_state was given the state of another transformation, or of other parameters.")
         owners = self._owners(params, division)
         outlines = {path: (np.shape(value), np.dtype(value.dtype)) for path, value in own.items()}
@@ -218,7 +219,7 @@ class SlicedUpdate:
 
         def paths_with(position: int | None) -> set[str]:
             only = [spec if index == position else None for index, spec in enumerate(specs)]
-            return {path for path, _ in _with_paths(jax.eval_shape(self._tx.init, with_slices(params, indices, only)))}
+            return {*paths_of(jax.eval_shape(self._tx.init, with_slices(params, indices, only)))}
 
         common = paths_with(None)
         return {path: position for position in range(len(specs)) for path in paths_with(position) - common}
@@ -252,7 +253,8 @@ def whole_state(tx: Any, state: Any, params: Any) -> Any:
         {'w': Array([0., 0.], dtype=float32)}
     """
     update = _sliced_update(tx, "whole_state")
-    _refuse_traced((state, params), "whole_state")
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, params))):
+        raise ConfigError("whole_state was called inside jax.jit or another transformation: call it outside of it.")
     jax.effects_barrier()
     return update.whole(state, params) if isinstance(state, SlicedState) else state
 
@@ -295,13 +297,8 @@ def _sliced_update(tx: Any, what: str) -> SlicedUpdate:
     return update
 
 
-def _refuse_traced(trees: Any, what: str) -> None:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees)):
-        raise ConfigError(f"{what} was called inside jax.jit or another transformation: call it outside of it.")
-
-
 def _with_paths(tree: Any) -> list[tuple[str, Any]]:
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return list(zip(paths_of(tree), jax.tree.leaves(tree), strict=True))
 
 
 def _description(member: tuple[int, int] | None) -> str:
