@@ -193,14 +193,13 @@ class ScatterExchange(Exchange):
         """See ``Exchange``; returns this rank's items."""
         rank = self._communicator.rank
         results = [aligned_empty((each.items(rank),), each.dtype) for each in self._layout]
-        return self._sum(results, arrays, before, after)
+        return self.sum_into(results, arrays, before, after)
 
-    def sum_into(self, out: Sequence[Array], arrays: Sequence[Array], before: float, after: float) -> list[Array]:
+    def sum_into(
+        self, out: Sequence[Array], arrays: Sequence[Array] | None, before: float, after: float
+    ) -> list[Array]:
         """See ``Exchange``; ``out`` are flat arrays of this rank's items."""
-        return self._sum(list(out), arrays, before, after)
-
-    def _sum(self, results: list[Array], arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
-        size = self._communicator.size
+        results, size = list(out), self._communicator.size
         for dtype, wire, indices in self._groups:
             layout = [self._layout[index] for index in indices]
             if arrays is None:
