@@ -51,7 +51,12 @@ class JaxArrays(ArrayAdapter):
         """An ordered ``io_callback`` if compiled; under ``jax.vmap`` one call, whose last dimension is the batch. In a
         compiled function on a CPU, XLA gives results the memory of arguments that it does not need any more.
         """
-        return _bound(HostCall(function, tuple(outputs), replaced=replaced, keeps=keeps), arrays)
+        call = HostCall(function, tuple(outputs), replaced=replaced, keeps=keeps)
+        if not self.is_symbolic(arrays):
+            return call.bind(*arrays)
+        constant = jax.custom_vjp(call.bind)  # ``with_gradient`` gives results a gradient that have one
+        constant.defvjp(lambda *values: (call.bind(*values), None), _no_gradient)
+        return list(constant(*arrays))
 
     def host_call_if(
         self, due: Any, function: HostFunction, arrays: Sequence[Any], outputs: Sequence[ArraySpec]
@@ -86,15 +91,6 @@ class JaxArrays(ArrayAdapter):
 
         differentiable.defvjp(run, gradient)
         return list(differentiable(*arrays))
-
-
-def _bound(call: HostCall, arrays: Sequence[Any]) -> list[Any]:
-    """The results of a call that has no gradient; ``with_gradient`` gives those a gradient that have one."""
-    if not any(isinstance(array, jax.core.Tracer) for array in arrays):
-        return call.bind(*arrays)
-    constant = jax.custom_vjp(call.bind)
-    constant.defvjp(lambda *values: (call.bind(*values), None), _no_gradient)
-    return list(constant(*arrays))
 
 
 def _no_gradient(*_: Any) -> Any:
