@@ -35,34 +35,28 @@ _NAP = timedelta(seconds=durations.NAP)
 
 def gloo_group(store: dist.Store, rank: int, size: int, address: str, seconds: float, check: Callable[[], None]) -> Any:
     """Connects members by Gloo at ``address``, or ``GLOO_SOCKET_IFNAME``; ``check`` raises what ends the wait."""
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    ends = [{"interface": name} for name in names if name] or [{"hostname": address}]
     options = dist.ProcessGroupGloo._Options()
     # Gloo lets in whoever comes first. Between hosts, nothing says who that was.
     with translated("connecting the ranks"), connections_of_this_user():
-        if interfaces:
-            options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
-        else:
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._devices = [dist.ProcessGroupGloo.create_device(**end) for end in ends]
         options._timeout = timedelta(seconds=seconds)
         # In C++, which nothing interrupts: in another thread.
         connected: Future[Any] = Future()
-        threading.Thread(
-            target=lambda: _fulfil(connected, lambda: dist.ProcessGroupGloo(store, rank, size, options)),
-            name="choros: Gloo connects",
-            daemon=True,
-        ).start()
+
+        def connect() -> None:
+            try:
+                connected.set_result(dist.ProcessGroupGloo(store, rank, size, options))
+            except BaseException as error:  # noqa: BLE001  (who waits raises it)
+                connected.set_exception(error)
+
+        threading.Thread(target=connect, name="choros: Gloo connects", daemon=True).start()
         while not wait([connected], _NAP.total_seconds()).done:
             check()
         group = connected.result()
     group._set_default_timeout(FOREVER)
     return group
-
-
-def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
-    try:
-        future.set_result(function())
-    except BaseException as error:  # noqa: BLE001  (who waits raises it)
-        future.set_exception(error)
 
 
 def wait_on_host(
@@ -105,5 +99,4 @@ def broadcast_options(root: int) -> Any:
     """The options of a broadcast from ``root``."""
     options = dist.BroadcastOptions()
     options.rootRank = root
-    options.rootTensor = 0
     return options
