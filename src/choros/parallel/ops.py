@@ -324,9 +324,6 @@ def _reducescatter_all(call: CollectiveCall, arrays: Sequence[Any]) -> list[Any]
             own = end - start
         outputs.append(ArraySpec((own, *spec.shape[1:]), spec.dtype))
 
-    def scatter(hosts: Sequence[Array]) -> Sequence[Array]:
-        return call.reduce(hosts)
-
     def backward(upstream: Sequence[Any]) -> Sequence[Any]:
         _check_linear(call)
         factor = call.scale * call.gradient_factor / (communicator.size if call.op is Reduction.AVERAGE else 1)
@@ -339,7 +336,7 @@ def _reducescatter_all(call: CollectiveCall, arrays: Sequence[Any]) -> list[Any]
 
         return of_floating(specs, upstream, gathered)
 
-    return on_host(adapter, scatter, arrays, outputs, backward)
+    return on_host(adapter, call.reduce, arrays, outputs, backward)
 
 
 def alltoall(value: Any, splits: Any = None, **options: Unpack[Options]) -> Any:

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from choros.comm.fusion import Layout
 
 Array = NDArray[Any]
-Groups = list[list[int]]
 
 
 class Exchange(Protocol):
@@ -61,7 +60,7 @@ class SplitExchange(Exchange):
         return [results[index] for index in range(len(results))]
 
 
-def only(indices: Sequence[int], layout: Layout, groups: Sequence[Sequence[int]]) -> tuple[Layout, Groups]:
+def only(indices: Sequence[int], layout: Layout, groups: Sequence[Sequence[int]]) -> tuple[Layout, list[list[int]]]:
     """Returns the layout of the arrays at ``indices``, and their groups with renumbered indices.
 
     >>> only([0, 2], ("a", "b", "c"), [[0, 1], [2]])
