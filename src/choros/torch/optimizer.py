@@ -188,16 +188,6 @@ def DistributedOptimizer(
     return _wrap(optimizer, hook)
 
 
-def _check_sharded(op: Reduction, process_set: ProcessSet) -> None:
-    """Raises an error if ranks cannot have slices of an optimizer's state."""
-    if Reduction(op) is Reduction.ADASUM:
-        raise ConfigError(
-            "shard_state=True and op=Adasum: each rank makes a whole step of its own with Adasum, for which it needs "
-            "all of the optimizer's state: pass only one of them."
-        )
-    check_process_set(process_set)
-
-
 def _adasum_hook(compression: Compressor, predivide_factor: float, process_set: ProcessSet) -> Any:
     if predivide_factor != 1.0:
         raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
@@ -229,8 +219,13 @@ def _check(
         raise ConfigError("this optimizer is already distributed: pass it to DistributedOptimizer only once.")
     if backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step} must be 1 or more.")
+    if sharded_op is not None and Reduction(sharded_op) is Reduction.ADASUM:
+        raise ConfigError(
+            "shard_state=True and op=Adasum: each rank makes a whole step of its own with Adasum, for which it needs "
+            "all of the optimizer's state: pass only one of them."
+        )
     if sharded_op is not None:
-        _check_sharded(sharded_op, process_set)
+        check_process_set(process_set)
     if named_parameters is None:
         groups = enumerate(group["params"] for group in optimizer.param_groups)
         named_parameters = [(f"parameter {i}.{j}", each) for i, group in groups for j, each in enumerate(group)]
