@@ -132,6 +132,19 @@ def test_a_rank_that_does_not_end_after_its_script():
     )
 
 
+def test_what_is_said_of_a_rank_is_not_that_of_the_one_whose_place_it_takes():
+    waits = Waits(2)
+    waits.note(0, Event(Kind.SCRIPT_ENDED), 1.0)
+    waits.note(1, Event(Kind.SCRIPT_ENDED), 1.0)
+    assert [stall.missing for stall in waits.stalls(100.0)] == [(0,), (1,)]
+    waits.ended(1, 101.0, "failed with exit code 1")
+    assert waits.doing(1) == "failed with exit code 1"
+    waits.forget(1)
+    assert waits.doing(1) == ""
+    waits.note(1, Event(Kind.SCRIPT_ENDED), 110.0)
+    assert [stall.missing for stall in waits.stalls(200.0)] == [(1,)]
+
+
 def test_a_rank_that_does_not_end_when_all_others_have():
     waits = Waits(2, exit_seconds=5)
     waits.note(0, Event(Kind.SCRIPT_ENDED), 1.0)

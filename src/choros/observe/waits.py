@@ -158,6 +158,7 @@ class Waits:
         for known in (self._waits, self._ended, self._scripts):
             known.pop(rank, None)
         self._left.discard(rank)
+        self._shown.discard(rank)
         self._added.add(rank)
 
     def ended(self, rank: int, now: float, how: str = _ENDED) -> str:
@@ -204,7 +205,7 @@ class Waits:
         """Returns what ``rank`` does, as far as it has reported it."""
         wait = self.current().get(rank)
         if rank in self._ended:
-            return _ENDED
+            return self._how[rank]
         if wait is not None:
             return f"is in {wait}" if wait.matched else f"waits itself in {wait}"
         return "has ended its script" if rank in self._scripts else ""
