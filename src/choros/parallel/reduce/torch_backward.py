@@ -3,13 +3,13 @@
 Autograd calls a hook for each gradient, the last layers' first; buckets of them are sent from another thread while
 earlier layers still compute, in the order of the plan, as ranks may fill them in different orders::
 
-    this thread      g9 g8 g7 │ g4 │ g6 g5 │ g3 g2 g1 g0 │ combine: wait ──► reduced gradients
+    this thread      g9 g8 g7 │ g4 │ g6 g5 │ g3 g2 g1 g0 │ reduce: wait ──► reduced gradients
                               ▼            ▼             ▼              ▲
     queue's thread        send 0         send 1        send 2 ──────────┘
                        g9 g8 g7        g6 g5 g4     g3 g2 g1 g0
 
-A parameter that the backward pass did not reach counts as zeros; ``combine`` sends its bucket and those after it.
-If a rank was lost meanwhile, it reduces all again. Without overlap hooks only count, and ``combine`` reduces all
+A parameter that the backward pass did not reach counts as zeros; ``reduce`` sends its bucket and those after it.
+If a rank was lost meanwhile, it reduces all again. Without overlap hooks only count, and ``reduce`` reduces all
 at once. Only gradients tell which are sparse (``gradients.py``), and a rank may lack one. So no bucket of the first
 step is sent early, and ranks agree on the kinds::
 
@@ -59,7 +59,7 @@ class _Step:
 
 @final
 class BackwardExchange:
-    """Reduces torch gradients, during the backward pass or after it; ``combine`` once per ``micro_batches`` passes."""
+    """Reduces torch gradients, during the backward pass or after it; ``reduce`` once per ``micro_batches`` passes."""
 
     def __init__(
         self,
