@@ -72,8 +72,12 @@ def test_versions(installed: Path) -> None:
 
 
 def test_a_comparison_does_not_take_it_for_horovod(installed: Path) -> None:
-    missing = "from choros.bench.contender import Contender; print(Contender('', print, '', needs=['horovod']).missing)"
-    assert output(installed, sys.executable, "-c", missing) == "['horovod']\n"
+    refused = (
+        "from choros.bench.contender import Contender, ContenderFailed\n"
+        "try:\n    Contender('', print, '', needs=['horovod']).check_installed()\n"
+        "except ContenderFailed as error:\n    print(error)\n"
+    )
+    assert output(installed, sys.executable, "-c", refused) == "not installed (horovod)\n"
 
 
 @pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.program)])
