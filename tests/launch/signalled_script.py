@@ -14,6 +14,7 @@ from choros.parallel.objects import allgather_object
 choros.init()
 watch_signals(lambda: True)
 rank, wrapper, mpirun, _ = psutil.Process(), *psutil.Process().parents()[:3]
+allgather_object(None)  # all ranks have left init(), and watch signals
 if choros.rank() == 1:
     pids = f"rank={rank.pid} wrapper={wrapper.pid} mpirun={mpirun.pid} job={os.environ['CHOROS_JOB']}"
     print(f"processes {pids}", flush=True)
