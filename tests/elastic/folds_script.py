@@ -46,7 +46,7 @@ def train_fold(fold):
             state.epoch += 1
             state.commit()
 
-    state = hvd.elastic.TorchState(optimizer=optimizer, sampler=sampler, epoch=0)
+    state = hvd.elastic.TorchState(torch.nn.ParameterList([counts]), optimizer, sampler=sampler, epoch=0)
     train(state)
     return optimizer, state.epoch
 

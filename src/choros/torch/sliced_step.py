@@ -26,7 +26,8 @@ from choros.torch.sliced_state import ParameterSlices, settings_of, use_settings
 
 ADVICE = (
     "Start all ranks from the same values: call broadcast_parameters(model.state_dict(), root_rank=0) and "
-    "broadcast_optimizer_state(optimizer, root_rank=0) before training."
+    "broadcast_optimizer_state(optimizer, root_rank=0) before training, and in a function of hvd.elastic.run give the "
+    "model, too, to TorchState."
 )
 
 
