@@ -84,7 +84,7 @@ WAIT_REPORT: Final = Duration(
 LINGER: Final = Duration(
     60.0, _LAUNCHER, "for a rank whose script has ended, but not its process", "a report says so", tests_shorten=True
 )
-STACKS_OF_ALL: Final = Duration(5.0, _LAUNCHER, "for the stacks of ranks", "the report is shown without those missing")
+STACKS_OF_ALL: Final = Duration(6.0, _LAUNCHER, "for the stacks of ranks", "the report is shown without those missing")
 VIEW_END: Final = Duration(3.0, _LAUNCHER, "for the live view to leave the terminal", "it sends SIGKILL")
 RECORD: Final = Duration(2.0, _LAUNCHER, "as choros top, for chorosrun's answer", "what was shown stays")
 STACKS_COMMAND: Final = Duration(20.0, _LAUNCHER, "as choros stacks, for chorosrun's answer", "the command fails")
@@ -120,7 +120,7 @@ CONTROL: Final = Duration(2.0, _LAUNCHER, "for a client, as choros stacks, to re
 
 # the wrapper ------------------------------------------------------------------------------------
 
-STACKS: Final = Duration(2.0, _WRAPPER, "for py-spy to read a stack of its rank", "the stack is missing")
+STACKS: Final = Duration(4.0, _WRAPPER, "for py-spy to read a stack of its rank", "the stack is missing")
 GATE_KEY: Final = Duration(0.005, _WRAPPER, "for the key of mpirun's gate", "it looks again")
 PARENT_LOOK: Final = Duration(
     0.5, _WRAPPER, "between two looks whether mpirun lives, where the kernel does not say it", "it looks again"

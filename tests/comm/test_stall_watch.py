@@ -20,6 +20,7 @@ import choros
 folder, stopped = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 def wait_for(*names):
     while not all((folder / name).exists() for name in names): time.sleep(0.02)
+choros.durations.STACKS = 60.0  # other tests may keep the processors from py-spy
 choros.init()
 rank = choros.rank()
 communicator = choros.global_process_set.communicator

@@ -776,6 +776,51 @@ def case_metrics_of_a_custom_loop_count_all_replicas():
     assert float(accuracy.result()) == 0.0
 
 
+@pytest.mark.parametrize("compiled", [False, True] if BACKEND == "tensorflow" else [False])
+def case_metrics_made_outside_of_the_scope_count_all_replicas(compiled):
+    here, mean = strategy(), keras.metrics.Mean()
+    total = keras.Variable(0.0, trainable=False, synchronization="on_read", aggregation="sum")
+    values = np.array([[1.0, 3.0], [5.0, 7.0]], "float32")[choros.rank()]
+
+    def step():
+        mean.update_state(values)
+        total.assign_add(values[0])
+
+    def steps():
+        here.run(step)
+
+    if compiled:
+        import tensorflow as tf
+
+        steps = tf.function(steps)
+    for _ in range(2):
+        steps()
+        steps()
+        assert float(mean.result()) == 4.0
+        mean.reset_state()
+    assert float(keras.ops.convert_to_numpy(total)) == 24.0
+    with pytest.raises(ConfigError, match="assign_add of the variable"):
+        total.assign_add(1.0)
+
+
+def case_a_users_metric_made_outside_of_the_scope_is_refused():
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.largest = self.add_weight(name="largest", initializer="zeros")
+
+        def update_state(self, values):
+            self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(values)))
+
+        def result(self):
+            return self.largest
+
+    largest = Largest()
+    for _ in range(2):
+        with pytest.raises(StrategyError, match="'largest', a Largest, was created outside of the scope of this Mirr"):
+            strategy().run(lambda: largest.update_state(np.ones(2, "float32")))
+
+
 def case_collectives_in_replicas():
     here = strategy()
 

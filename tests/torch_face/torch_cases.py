@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,6 +29,11 @@ FEATURES, CLASSES, BATCH, STEPS = 6, 3, 8, 5
 Make = Callable[..., torch.optim.Optimizer]
 SGD: Make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAM: Make = functools.partial(torch.optim.Adam, lr=0.01)
+
+
+class Betas(NamedTuple):
+    first: float
+    second: float
 
 
 @contextmanager
@@ -635,6 +640,14 @@ def case_state_of_unused_optimizers_is_created_and_the_next_step_is_the_first() 
         assert_same(model, trained_by_torch(make), tolerance=1e-4)
     with pytest.raises(ConfigError, match="LBFGS cannot be broadcast"):
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(build().parameters()), 0)
+
+
+def case_named_tuples_in_an_optimizers_settings() -> None:
+    adam = torch.optim.Adam(build().parameters(), betas=Betas(0.5 + hvd.rank() / 10, 0.9))  # type: ignore[arg-type]
+    hvd.broadcast_optimizer_state(adam, root_rank=0)
+    betas = adam.param_groups[0]["betas"]
+    assert isinstance(betas, Betas)
+    assert betas == (0.5, 0.9)
 
 
 def case_parameters_in_every_form() -> None:

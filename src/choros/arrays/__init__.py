@@ -1,6 +1,5 @@
 """Framework arrays: one adapter per framework, by the array's type; imports none, as an array proves it is loaded."""
 
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -10,19 +9,18 @@ from choros.errors import ConfigError
 #: The package of an array's class → the framework.
 _PACKAGES = {"torch": "torch", "tensorflow": "tensorflow", "jax": "jax", "jaxlib": "jax"}
 _ADAPTERS = {"torch": "TorchArrays", "tensorflow": "TensorflowArrays", "jax": "JaxArrays"}
-_NUMPY = NumpyArrays()
+#: The adapters that are in use.
+_adapters: dict[str, ArrayAdapter] = {"numpy": NumpyArrays()}
 
 
-@cache
 def framework_adapter(framework: str) -> ArrayAdapter:
     """Returns the adapter of ``tensorflow``, ``torch``, ``jax`` or ``numpy``; imports the framework."""
-    if framework == "numpy":
-        return _NUMPY
+    if framework in _adapters:
+        return _adapters[framework]
     if framework not in _ADAPTERS:
         raise ConfigError(f"{framework!r} is not a supported framework: expected one of {', '.join(_ADAPTERS)}.")
     module = import_module(f"choros.arrays.{framework}_arrays")
-    adapter: ArrayAdapter = getattr(module, _ADAPTERS[framework])()
-    return adapter
+    return _adapters.setdefault(framework, getattr(module, _ADAPTERS[framework])())  # one, also if two threads come
 
 
 def device_adapter(framework: str) -> DeviceArrayAdapter:

@@ -55,8 +55,8 @@ class AllreduceCase:
 #: The classes of a model's labels, and the number of different examples.
 CLASSES, _DISTINCT = 10, 1024
 #: Of each model, the shape of an example, and the default batch size of a rank.
-EXAMPLES: dict[str, Shape] = {"cnn": (28, 28, 1), "mlp": (784,)}
-BATCHES = {"cnn": 128, "mlp": 32}
+EXAMPLES: dict[str, Shape] = {"cnn": (28, 28, 1), "mlp": (784,), "mlp-adam": (784,)}
+BATCHES = {"cnn": 128, "mlp": 32, "mlp-adam": 32}
 
 
 @dataclass(frozen=True)

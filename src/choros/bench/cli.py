@@ -24,7 +24,7 @@ from choros.bench.session import ENOUGH_ROUNDS, BenchSession, Progress, machine,
 
 _SIZES = "4KiB,256KiB,4MiB,16MiB,64MiB"
 _SIZES_HELP = "Sizes of the array. 1MiB..256MiB: all sizes between these two, in steps of a factor of four."
-_MODEL_HELP = "cnn: the model of the MNIST example; mlp: 20 million parameters."
+_MODEL_HELP = "cnn: the model of the MNIST example; mlp: 20 million parameters, SGD; mlp-adam: the same, Adam."
 _EPILOG = """\
 \b
 Every installed contender is measured in the same invocation, in interleaved rounds, started as its users start it.
@@ -129,7 +129,7 @@ _MODEL = click.option("--model", type=click.Choice([*BATCHES, "all"]), default="
 _RANKS = click.option("-np", "--ranks", type=click.IntRange(min=1), default=2, show_default=True, metavar="N",
                       help="Number of ranks.")  # fmt: skip
 _BATCH = click.option("--batch-size", type=click.IntRange(min=1), metavar="N",
-                      help="Batch size of each rank. Default: 128 (cnn), 32 (mlp).")  # fmt: skip
+                      help="Batch size of each rank. Default: 128 (cnn), 32 (others).")  # fmt: skip
 
 
 @bench.command(epilog=_EPILOG)
@@ -157,7 +157,7 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, sessio
                 chosen(group, session.only), training.cases(model, batch_size), ranks, effort, f"{name}: "
             )
             session.rows += rows_of("train", result, ranks, framework=name)
-    title, sections = f"training step, {ranks} ranks", training.sections(session.rows)
+    title, sections = f"training step, {format_ranks(ranks)}", training.sections(session.rows)
     return session.report([training.table(title, sections)], lambda path: plot_rows(sections, path, title))
 
 

@@ -58,7 +58,8 @@ CONTENDERS = {
 
 _NOTES = (
     "÷: the contender's time divided by choros'; above 1, choros takes less. CPU: of all ranks, for one step.",
-    "cnn: the CNN of examples/mnist_horovod.py, 1.2 million parameters, Adam. mlp: 20 million parameters, SGD.",
+    "cnn: the CNN of examples/mnist_horovod.py, 1.2 million parameters, Adam. mlp: 20 million, SGD.",
+    "mlp-adam: the same with Adam, whose state shard_state divides; SGD has none.",
     "torch: all but 'choros, by Keras' train in a plain PyTorch loop. Other frameworks: all train with Keras' fit but",
     "'choros, by a tape', 'choros, by a loop', 'jax.jit on a mesh', and MultiWorkerMirroredStrategy, whose fit fails",
     "under Keras 3; these train in custom loops.",
@@ -79,7 +80,7 @@ def cases(wanted: str, batch: int | None) -> list[TrainCase]:
     """Returns the models to train: one, or ``all``; each with ``batch`` examples per rank, or with its default.
 
     >>> [str(case) for case in cases("all", None)]
-    ['cnn, 128 a rank', 'mlp, 32 a rank']
+    ['cnn, 128 a rank', 'mlp, 32 a rank', 'mlp-adam, 32 a rank']
     """
     chosen = BATCHES if wanted == "all" else [wanted]
     return [TrainCase(name, batch or BATCHES[name]) for name in chosen]

@@ -14,6 +14,7 @@ While a scope is open or a replica runs, these notify the strategy; leaving the 
     strategy.run(step)
         model(x)              ──► Variable.__init__ ──► as above, for variables that the first call creates
         other.apply(…)        ──► Optimizer.apply ────► strategy.training.optimizer_created, if other is of no scope
+        metric.update_state() ──► Variable.assign ────► strategy.training.metric_created, if metric is of no scope
         loss(…)               ──► means are divided by the number of replicas, as Keras does on TensorFlow
 
 Objects of the scope stay patched: methods of the instance, not of its class, which are not saved with it. Each
@@ -27,6 +28,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 from choros.distribute.fit.training import KerasCall, Training
@@ -87,6 +89,7 @@ def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (AnyVariable, "__init__", _notifying(lambda training: training.variable_created)),
         (AnyVariable, "__init__", _outside_of_graphs),
+        (AnyVariable, "assign", _adopting),
         (Trainer, "__init__", _notifying(lambda training: training.model_created)),
         (BaseOptimizer, "__init__", _notifying(lambda training: training.optimizer_created)),
         (keras.Metric, "__init__", _notifying(lambda training: training.metric_created)),
@@ -235,6 +238,60 @@ def _distributing(own: Any) -> Any:
             return own(self, *args, **kwargs)
 
     return method
+
+
+def _adopting(own: Any) -> Any:
+    """Wraps ``assign``: in a replica, a metric that was created outside of all scopes becomes the strategy's."""
+    from choros.training.keras_internals.models import in_stateless_scope
+
+    @functools.wraps(own)
+    def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = current_strategy()
+        if (
+            in_replica()
+            and self.synchronization == "on_read"
+            and strategy_of(self) is None
+            and strategy.training.follows_run
+            and not in_stateless_scope()
+        ):
+            _adopt(self, strategy)
+            return self.assign(*args, **kwargs)
+        return own(self, *args, **kwargs)
+
+    return assign
+
+
+def _adopt(variable: Any, strategy: Any) -> None:
+    """Makes a variable that a replica assigns the strategy's, with all others of the metric that is updated."""
+    from choros.training.metrics import is_keras_own
+
+    metric = _updated_metric(variable)
+    if metric is None:
+        assign_strategy(variable, strategy)
+        strategy.training.variable_created(variable)
+        return
+    if not is_keras_own(metric):
+        raise StrategyError(
+            f"the metric {metric.name!r}, a {type(metric).__name__}, was created outside of the scope of this "
+            f"{type(strategy).__name__}, which cannot know how its variables are combined: create it within `with "
+            "strategy.scope():`."
+        )
+    for each in (metric, *metric.variables):
+        assign_strategy(each, strategy)
+    strategy.training.metric_created(metric)
+
+
+def _updated_metric(variable: Any) -> Any:
+    """The metric with this variable whose ``update_state`` calls this function, if any."""
+    import keras
+
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, keras.Metric) and any(each is variable for each in caller.variables):
+            return caller
+        frame = frame.f_back
+    return None
 
 
 def _delegating(strategy: Any, model: Any, name: str) -> Any:

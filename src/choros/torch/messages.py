@@ -46,4 +46,6 @@ def on_host(value: Any) -> Any:
         return value.item()
     if isinstance(value, dict):
         return {key: on_host(each) for key, each in value.items()}
-    return type(value)(map(on_host, value)) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return getattr(value, "_make", type(value))(map(on_host, value))
+    return value

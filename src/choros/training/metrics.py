@@ -107,7 +107,7 @@ def _on_host(result: Any) -> Array:
 
 def watch(metric: Any) -> None:
     """Makes ``metric`` note the shapes that it is updated with, unless it is one of Keras' own."""
-    if _is_keras_own(metric) or "update_state" in vars(metric):
+    if is_keras_own(metric) or "update_state" in vars(metric):
         return
     own = metric.update_state
 
@@ -144,7 +144,7 @@ def _merged(metrics: Sequence[Any]) -> tuple[list[Any], list[Array], list[Array]
 def _rules_of(metrics: Sequence[Any]) -> list[Rule]:
     membership = global_process_set.membership
     admissions = 0 if membership is None else membership.admissions
-    unknown = [each for each in metrics if not _is_keras_own(each) and _agreed_with.get(each) != admissions]
+    unknown = [each for each in metrics if not is_keras_own(each) and _agreed_with.get(each) != admissions]
     if unknown:
         # A rank that has had no batches yet cannot try, and all ranks must merge identically.
         known = [_rules.get(metric) or _try(metric) for metric in unknown]
@@ -213,7 +213,8 @@ def _hosts(values: Sequence[Any]) -> list[Array]:
     return [np.array(keras.ops.convert_to_numpy(value)) for value in values]
 
 
-def _is_keras_own(metric: Any) -> bool:
+def is_keras_own(metric: Any) -> bool:
+    """Whether a metric is updated as Keras defines it: its variables are sums."""
     module: str = type(metric).update_state.__module__
     return module.startswith("keras.")
 

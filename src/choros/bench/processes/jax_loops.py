@@ -50,7 +50,7 @@ def loop_task(
     """Returns the training loop as a task whose unit is a step; ``batch_of`` returns the global batch's array."""
     keras.utils.clear_session()
     model, _ = build(case.model)
-    tx = wrap(optax.adam(0.001) if case.model == "cnn" else optax.sgd(0.01))
+    tx = wrap(optax.sgd(0.01) if case.model == "mlp" else optax.adam(0.001))
     steps = 16
     placed = [tuple(map(batch_of, batch)) for batch in zip(*batches(case, steps, case.batch), strict=True)]
 

@@ -11,7 +11,9 @@ from choros.bench.channel import Task
 
 
 def build(name: str) -> tuple[Any, Any]:
-    """Returns model and optimizer: ``cnn`` of ``examples/mnist_horovod.py``, or ``mlp``, 20 million weights."""
+    """Returns model and optimizer: ``cnn`` of ``examples/mnist_horovod.py``, or ``mlp`` and ``mlp-adam``, 20 million
+    weights.
+    """
     layers = keras.layers
     keras.utils.set_random_seed(0)
     shape = keras.Input(EXAMPLES[name])
@@ -23,7 +25,7 @@ def build(name: str) -> tuple[Any, Any]:
         return model, keras.optimizers.Adam()
     hidden = [layers.Dense(4096, activation="relu"), layers.Dense(4096, activation="relu")]
     model = keras.Sequential([shape, *hidden, layers.Dense(CLASSES, activation="softmax")])
-    return model, keras.optimizers.SGD(0.01)
+    return model, keras.optimizers.Adam() if name == "mlp-adam" else keras.optimizers.SGD(0.01)
 
 
 def compiled(name: str, wrap: Callable[[Any], Any] = lambda optimizer: optimizer) -> Any:

@@ -50,6 +50,8 @@ def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     inputs = EXAMPLES[name][0]
     hidden = [nn.Linear(inputs, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU()]
     model = nn.Sequential(*hidden, nn.Linear(4096, CLASSES))
+    if name == "mlp-adam":
+        return model, torch.optim.Adam(model.parameters())
     return model, torch.optim.SGD(model.parameters(), 0.01)
 
 
