@@ -123,6 +123,17 @@ def test_the_noise_scale_is_that_of_steps_that_have_ended_on_all_ranks(kills, ov
     assert (first["noise"], first["wrong"]) == (second["noise"], {})
 
 
+@pytest.mark.parametrize("framework", ["tensorflow", "torch", pytest.param("jax", marks=pytest.mark.nightly)])
+def test_a_loss_that_was_weighted_before_a_rank_was_lost_is_of_no_account_to_another_model(framework):
+    if framework not in FRAMEWORKS:
+        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
+    ended = run(*flags, sys.executable, HERE / "two_models_script.py", env={"KERAS_BACKEND": framework}, warm=True)
+    assert ended.code == 0, ended.err
+    reports = [json.loads(each) for each in re.findall(r"{.*}", ended.out)]
+    assert reports == [{"size": 2, "difference": pytest.approx(0, abs=1e-5)}] * 2
+
+
 @pytest.mark.parametrize("framework", ["jax", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_a_scaled_loss_of_which_some_ranks_have_no_rows(framework):
     ended, reports = fit(framework, "", rows=193, scaled=1)

@@ -295,10 +295,9 @@ class OptimizerReducer:
         self, reducer: GradientReducer, gradients: list[Any], variables: list[Any], micro_batches: Any, examples: Any
     ) -> list[Any]:
         config, self._last = reducer.config, reducer
-        layout = tuple(self._layout(g, v) for g, v in zip(gradients, variables, strict=True))
+        layout, step = tuple(self._layout(g, v) for g, v in zip(gradients, variables, strict=True)), current_step()
         self._variables[layout] = variables
         if examples is None:
-            step = current_step()
             examples = 1 if step is None else step.examples
         if _on_torch() and (config.bucket_bytes is not None or config.device is not None):
             if config.bucket_bytes is not None:
@@ -320,6 +319,7 @@ class OptimizerReducer:
         def on_host(hosts: Sequence[Array], own: list[Gradient], out: Sequence[Array] | None) -> list[Gradient]:
             done, count = map(int, hosts)
             exchange = (done + 1) % config.micro_batches == 0
+            reducer.correction = functools.partial(correction, step)  # of this trace
             return reducer.reduce(own, examples=count, exchange=exchange, layout=layout, out=out)
 
         numbers, flag = (micro_batches, examples), lambda: reducer.due is not None
@@ -385,6 +385,7 @@ class OptimizerReducer:
         """One host call per bucket, by side effects in one order; in an elastic job the last returns all gradients."""
         reduced, flag, keeps = list(gradients), lambda: reducer.due is not None, reducer.may_repeat
         buckets, everything, device = reducer.plan(layout), tuple(range(len(layout))), reducer.config.device
+        step = current_step()
         kept: dict[int, Gradient] = {}
         sums: dict[int, Gradient] = {}
         for bucket, indices in enumerate(buckets):
@@ -400,6 +401,7 @@ class OptimizerReducer:
             ) -> list[Gradient]:
                 if bucket == 0:
                     reducer.plan(layout)
+                    reducer.correction = functools.partial(correction, step)
                 if keeps:  # the framework's memory has other values after this call
                     own, out = own if returned else [copy.deepcopy(each) for each in own], None
                     kept.update(zip(indices, own, strict=True))

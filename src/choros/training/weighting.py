@@ -254,12 +254,11 @@ def _exchanged(step: ModelStep, value: Any, exchange: _Exchange, *, of_loss: boo
     """
 
     def on_host(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
-        factor = 1.0
-        if step.exchanges():
-            examples, own = int(hosts[0]), float(hosts[1].reshape(-1)[0])
-            factor = exchange(step.process_set.communicator, examples, own)
-            if of_loss:
-                _note(step, lambda each: exchange(each, examples, own), factor)
+        examples, own = int(hosts[0]), float(hosts[1].reshape(-1)[0])
+        exchanges = step.exchanges()
+        factor = exchange(step.process_set.communicator, examples, own) if exchanges else 1.0
+        if of_loss:
+            _note(step, factor, (lambda each: exchange(each, examples, own)) if exchanges else None)
         return [np.asarray(factor, np.float32)]
 
     arrays = [keras.ops.convert_to_tensor(step.examples, "int32"), keras.ops.stop_gradient(value)]
@@ -288,33 +287,33 @@ def _of_divisor(communicator: Communicator, examples: int, divisor: float) -> fl
     return communicator.atomic(collective)
 
 
-#: The losses of the current step, in an elastic job: ranks may be lost after they were weighted for all of them.
-_weighted: list[tuple[ProcessSet, tuple[int, ...], Callable[[Communicator], float], float]] = []
+#: The losses of the last step that has some, in an elastic job: ranks may be lost after they were weighted for all.
+_weighted: list[tuple[ModelStep, tuple[int, ...], float, Callable[[Communicator], float] | None]] = []
 _step_ends = False
 
 
-def _note(step: ModelStep, exchange: Callable[[Communicator], float], factor: float) -> None:
-    """Notes a loss that was weighted by ``factor``, which ``exchange`` computes again."""
+def _note(step: ModelStep, factor: float, exchange: Callable[[Communicator], float] | None) -> None:
+    """Notes a loss that was weighted by ``factor``, which ``exchange`` computes again, unless no other rank steps."""
     global _step_ends
-    process_set = step.process_set
-    if not (process_set.communicator.elastic and step.trains):
+    communicator = step.process_set.communicator
+    if not (communicator.elastic and step.trains):
         return
     if _step_ends or len(_weighted) >= _MANY:
         _weighted.clear()
     _step_ends = False
-    _weighted.append((process_set, process_set.communicator.launched, exchange, factor))
+    _weighted.append((step, communicator.launched, factor, exchange))
 
 
-def correction() -> float:
-    """The factor of gradients whose loss was weighted for ranks of which some were lost since; all ranks call it. A
-    gradient does not tell losses apart: factors are averaged.
+def correction(step: ModelStep | None = None) -> float:
+    """The factor of gradients in ``step``, or the current one, if a loss was weighted there for ranks of which some
+    were lost since; all ranks call it. A gradient does not tell losses apart: factors are averaged.
     """
     global _step_ends
-    _step_ends = True
+    _step_ends, step = True, step or _current
     ratios = []
-    for process_set, launched, exchange, factor in _weighted:
-        communicator = process_set.communicator
-        if communicator.launched != launched:
+    for noted, launched, factor, exchange in _weighted:
+        communicator = noted.process_set.communicator
+        if noted is step and exchange is not None and communicator.launched != launched:
             new = exchange(communicator)
             ratios.append(new / factor if factor else 1.0)
     return sum(ratios) / len(ratios) if ratios else 1.0
