@@ -360,10 +360,7 @@ class OptimizerReducer:
         device = self.reducer.config.device
         reduced, number = host_call(on_host, numbers, gradients, layout, device, flags, tuple(own.values()), keeps=True)
         self.ordering, self._due, self._is_first = number, number % 2, number // 2
-        results: list[Any] = [ELSEWHERE] * len(gradients)
-        for index, result in zip(own, reduced, strict=True):
-            results[index] = result
-        return results
+        return _replaced([ELSEWHERE] * len(gradients), dict(zip(own, reduced, strict=True)))
 
     def _layout(self, gradient: Any, variable: Any) -> Any:
         layout, slices = layout_entry(gradient, variable), self.slices
@@ -418,8 +415,7 @@ class OptimizerReducer:
             part, results_layout = (tuple(layout[index] for index in each) for each in (indices, returned))
             own = [gradients[index] for index in indices]
             results, self._due = host_call(on_host, (examples,), own, part, device, flag, results_layout, keeps=keeps)
-            for index, result in zip(returned, results, strict=True):
-                reduced[index] = result
+            reduced = _replaced(reduced, dict(zip(returned, results, strict=True)))
         return reduced
 
     def reduce_early(self) -> list[tuple[Any, Any]]:
