@@ -278,7 +278,7 @@ def _cut_anew(optimizer: Any) -> None:
     with building_slices(), _as_one_replica(), keras.name_scope(optimizer.name):
 
         def cut(holders: Holders) -> tuple[Slices, OptimizerSlots]:
-            slices = Slices(inner, slices_of(optimizer).variables, process_set, reducer.local, holders)
+            slices = Slices(optimizer, slices_of(optimizer).variables, process_set, reducer.local, holders)
             return slices, OptimizerSlots(inner, slices, state.slots.first)
 
         holders, begun, values = object_of_first(

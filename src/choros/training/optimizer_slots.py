@@ -20,7 +20,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.training.keras_internals.slice_variables import Outline, outline
+from choros.training.keras_internals.slice_variables import Outline, building, outline
 from choros.training.sliced_state import ALONE, Slices
 
 
@@ -73,8 +73,9 @@ class OptimizerSlots:
         variables, own_variables, pieces = slices.variables, slices.slice_variables, slices.pieces
         of = partial(outline, optimizer, self.first)
         nothing = of([])
-        self.whole = slots(of(variables), [of([each]) for each in variables], nothing)
-        own = slots(of(own_variables), [of([each]) for each in own_variables], nothing)
+        with building(inside=slices.is_inside):
+            self.whole = slots(of(variables), [of([each]) for each in variables], nothing)
+            own = slots(of(own_variables), [of([each]) for each in own_variables], nothing)
         self._positions = {
             (None if slot.index is None else pieces[slot.index], slot.ordinal): position
             for position, slot in enumerate(own)

@@ -42,7 +42,8 @@ class _Sliced:
     def build(self: Any, variables: Any) -> None:
         """Builds the optimizer for this rank's slice variables."""
         slices = slices_of(self)
-        super().build(variables)  # type: ignore[misc]
+        with slice_variables.building(inside=slices.is_inside):
+            super().build(variables)  # type: ignore[misc]
         for (index, _), own in slices.own.items():
             if own is not slices.variables[index]:
                 slice_variables.decays_as(self, own, slices.variables[index])

@@ -47,6 +47,7 @@ class Slices:
         own: by their pieces, the slice variables that this rank has.
         ranges: by their indices, the items in each slice of the variables that are divided.
         by_item: whether variables are cut.
+        is_inside: whether the optimizer is in another one, as in LossScaleOptimizer.
         receives_whole: whether each rank receives whole gradients, as it has two slices.
         is_replaced: whether slices were cut anew since.
         seen: the members in the last update, which all have seen together.
@@ -76,6 +77,7 @@ class Slices:
         if self.receives_whole and process_set is global_process_set:
             self._follow()
         self.by_item = works_by_item(optimizer)
+        self.is_inside = innermost(optimizer) is not optimizer
         self._indices = {id(variable): index for index, variable in enumerate(variables)}
         alone = {id(each) for each in (*local, *filter(_is_overwritten, variables))}
         shared = [index for index, variable in enumerate(variables) if id(variable) not in alone]

@@ -7,11 +7,11 @@ a function's, on TensorFlow in a copy.
 import math
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import keras
-from keras.src.utils.tracking import Tracker
+from keras.src.utils.tracking import DotNotTrackScope, Tracker
 
 from choros.training.keras_internals.models import AnyVariable, BaseOptimizer, in_stateless_scope, underived
 
@@ -83,6 +83,11 @@ def outline(optimizer: Any, first: Sequence[Any], variables: Sequence[Any]) -> l
         object.__setattr__(copy, name, value)
     copy.build(list(variables))
     return [each if isinstance(each, Outline) else outline_of(each) for each in copy._variables]
+
+
+def building(*, inside: bool) -> AbstractContextManager[Any]:
+    """The context in which Keras builds an optimizer; of one ``inside`` another, it tracks no lists."""
+    return DotNotTrackScope() if inside else nullcontext()
 
 
 def first_of(optimizer: Any) -> list[Any]:
