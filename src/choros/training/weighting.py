@@ -288,20 +288,20 @@ def _of_divisor(communicator: Communicator, examples: int, divisor: float) -> fl
 
 
 #: The losses of the last step that has some, in an elastic job: ranks may be lost after they were weighted for all.
-_weighted: list[tuple[ModelStep, tuple[int, ...], float, Callable[[Communicator], float] | None]] = []
+_weighted: list[tuple[ModelStep, tuple[int, ...], float, Callable[[Communicator], float]]] = []
 _step_ends = False
 
 
 def _note(step: ModelStep, factor: float, exchange: Callable[[Communicator], float] | None) -> None:
-    """Notes a loss that was weighted by ``factor``, which ``exchange`` computes again, unless no other rank steps."""
+    """Notes a loss that was weighted by ``factor``, which ``exchange`` computes again, if others step, too."""
     global _step_ends
-    communicator = step.process_set.communicator
-    if not (communicator.elastic and step.trains):
+    if not step.trains:
         return
     if _step_ends or len(_weighted) >= _MANY:
         _weighted.clear()
     _step_ends = False
-    _weighted.append((step, communicator.launched, factor, exchange))
+    if exchange is not None and step.process_set.communicator.elastic:
+        _weighted.append((step, step.process_set.communicator.launched, factor, exchange))
 
 
 def correction(step: ModelStep | None = None) -> float:
@@ -313,7 +313,7 @@ def correction(step: ModelStep | None = None) -> float:
     ratios = []
     for noted, launched, factor, exchange in _weighted:
         communicator = noted.process_set.communicator
-        if noted is step and exchange is not None and communicator.launched != launched:
+        if noted is step and communicator.launched != launched:
             new = exchange(communicator)
             ratios.append(new / factor if factor else 1.0)
     return sum(ratios) / len(ratios) if ratios else 1.0
