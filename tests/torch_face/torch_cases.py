@@ -31,9 +31,9 @@ SGD: Make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_deca
 ADAM: Make = functools.partial(torch.optim.Adam, lr=0.01)
 
 
-class Betas(NamedTuple):
-    first: float
-    second: float
+class Limits(NamedTuple):
+    least: float
+    most: float
 
 
 @contextmanager
@@ -643,11 +643,12 @@ def case_state_of_unused_optimizers_is_created_and_the_next_step_is_the_first() 
 
 
 def case_named_tuples_in_an_optimizers_settings() -> None:
-    adam = torch.optim.Adam(build().parameters(), betas=Betas(0.5 + hvd.rank() / 10, 0.9))  # type: ignore[arg-type]
+    adam = ADAM(build().parameters())
+    adam.param_groups[0]["limits"] = Limits(0.5 + hvd.rank(), 0.9)
     hvd.broadcast_optimizer_state(adam, root_rank=0)
-    betas = adam.param_groups[0]["betas"]
-    assert isinstance(betas, Betas)
-    assert betas == (0.5, 0.9)
+    limits = adam.param_groups[0]["limits"]
+    assert isinstance(limits, Limits)
+    assert limits == (0.5, 0.9)
 
 
 def case_parameters_in_every_form() -> None:
