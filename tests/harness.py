@@ -37,6 +37,7 @@ __all__ = [
     "needs",
     "on",
     "on_frameworks",
+    "skip_if_left_out",
 ]
 
 TESTS = Path(__file__).resolve().parent
@@ -80,6 +81,12 @@ def on_frameworks(
     return pytest.mark.parametrize(("case", "job"), pairs, ids=str)
 
 
+def skip_if_left_out(framework: str) -> None:
+    """Skips the test if CHOROS_TEST_FRAMEWORKS names others than its ``framework``; ``""``: it has none."""
+    if framework and framework not in FRAMEWORKS:
+        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+
+
 def check_case(module: str, case: str, job: Job) -> None:
     """Runs ``case`` on ``job``; fails if it fails on any rank, and skips the test if all ranks skip it.
 
@@ -88,8 +95,7 @@ def check_case(module: str, case: str, job: Job) -> None:
         case: a function of it.
         job: the job that runs it.
     """
-    if job.framework and job.framework not in FRAMEWORKS:
-        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {job.framework}")
+    skip_if_left_out(job.framework)
     try:
         reports = pool.running(job).run(f"{module}::{case}")
         failed = failures_of(reports)

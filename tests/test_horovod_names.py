@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import FRAMEWORKS, TESTS
+from harness import FRAMEWORKS, TESTS, skip_if_left_out
 
 
 def tables() -> dict[str, list[Path]]:
@@ -26,8 +26,7 @@ def tables() -> dict[str, list[Path]]:
 def test_names_and_signatures(face: str) -> None:
     own = face.removeprefix("choros.")
     framework = own if own in ("torch", "tensorflow", "jax") else FRAMEWORKS[-1]
-    if framework not in FRAMEWORKS:
-        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+    skip_if_left_out(framework)
     environ = {**os.environ, "KERAS_BACKEND": framework}
     command = [sys.executable, TESTS / "horovod_names" / "compare.py", *tables()[face]]
     done = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True, timeout=300)

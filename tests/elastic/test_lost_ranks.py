@@ -10,7 +10,7 @@ import pytest
 
 from elastic.schedules import KINDS, MIXED, MixedSchedule, Schedule, run_mixed
 from elastic.schedules import run as run_schedule
-from harness import FRAMEWORKS, needs
+from harness import needs, skip_if_left_out
 from launch.launched import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs("mpi4py")]
@@ -21,8 +21,7 @@ TORCH = {"KERAS_BACKEND": "torch"}
 
 def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, directory=None, warm=True, **settings):
     """Trains on ``ranks`` ranks; returns how the job ended and what the ranks report that reached the end."""
-    if framework not in FRAMEWORKS:
-        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+    skip_if_left_out(framework)
     # New ranks would come in time, or not.
     flags = ("-np", ranks, "--min-np", least, "--reset-limit", 0, *more)
     arguments = (
@@ -125,8 +124,7 @@ def test_the_noise_scale_is_that_of_steps_that_have_ended_on_all_ranks(kills, ov
 
 @pytest.mark.parametrize("framework", ["tensorflow", "torch", pytest.param("jax", marks=pytest.mark.nightly)])
 def test_a_loss_that_was_weighted_before_a_rank_was_lost_is_of_no_account_to_another_model(framework):
-    if framework not in FRAMEWORKS:
-        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+    skip_if_left_out(framework)
     flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
     ended = run(*flags, sys.executable, HERE / "two_models_script.py", env={"KERAS_BACKEND": framework}, warm=True)
     assert ended.code == 0, ended.err
@@ -220,8 +218,7 @@ def test_a_schedule_of_deaths(seed):
 def test_a_schedule_of_any_faults(seed):
     """Each kind on two frameworks; the job goes on, or ends as documented. ``schedules.py`` takes their times."""
     schedule = MixedSchedule.drawn(seed)
-    if schedule.framework not in FRAMEWORKS:
-        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {schedule.framework}")
+    skip_if_left_out(schedule.framework)
     if os.geteuid() != 0 and ("full" in schedule.kind or "link" in schedule.kind):
         pytest.skip("file systems and links of the test's own need root")
     _, problems = run_mixed(schedule)
@@ -377,8 +374,7 @@ def test_a_new_rank_has_the_noise_scale_of_the_others(monkeypatch):
 
 def new_ranks_of_fit(framework, api, kills, *flags, more=(), epochs=None):
     """Trains until there are three ranks, in ``epochs`` epochs; returns the numbers of those that are new."""
-    if framework not in FRAMEWORKS:
-        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+    skip_if_left_out(framework)
     arguments = (*flags, "--min-np", 1, sys.executable, HERE / "replaced_script.py", api, kills, *more)
     ended = run(*arguments, env={"KERAS_BACKEND": framework}, warm=True)
     assert ended.code == 0, ended.err
@@ -558,8 +554,7 @@ def test_a_job_in_slices_grows(sharded):
 def test_a_schedule_of_deaths_in_slices(seed):
     """``schedules.py --sharded`` runs more."""
     framework = ("torch", "tensorflow", "jax")[seed % 3]
-    if framework not in FRAMEWORKS:
-        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+    skip_if_left_out(framework)
     _, problems = run_schedule(Schedule.drawn(seed), framework=framework, sharded=True)
     assert not problems
 
@@ -660,8 +655,7 @@ def test_slices_of_optax_are_cut_from_commits_of_one_process(kills):
 
 
 def sharded_run(framework, *arguments, flags=()):
-    if framework not in FRAMEWORKS:
-        pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+    skip_if_left_out(framework)
     flags = flags or (() if "replaced" in arguments else ("--reset-limit", 0))
     script = (sys.executable, HERE / "sharded_run_script.py", *arguments)
     ended = run("-np", 4, "--min-np", 1, *flags, *script, env={"KERAS_BACKEND": framework}, warm=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import pytest
 
-from harness import CHOROSRUN, FRAMEWORKS, ROOT, TESTS
+from harness import CHOROSRUN, ROOT, TESTS, skip_if_left_out
 from ranks.environment import ONE_THREAD, QUICK, python_path
 from warm.servers import warm_python
 
@@ -30,8 +29,7 @@ class Job:
 
         With parameter ``servers``, ``ranks`` is the number of workers.
         """
-        if framework not in FRAMEWORKS:
-            pytest.skip(f"CHOROS_TEST_FRAMEWORKS leaves out {framework}")
+        skip_if_left_out(framework)
         directory = TESTS if example == "several" else ROOT
         command = [*warm_python(framework), str(directory / "examples" / f"{example}.py"), *map(str, arguments)]
         if servers:

@@ -218,19 +218,19 @@ def _outside_of_graphs(own: Any) -> Any:
     return init
 
 
+def _is_of_no_scope(created: Any) -> bool:
+    """Whether what a replica uses was created outside of all scopes, and is to become the strategy's."""
+    return in_replica() and current_strategy().training.follows_run and strategy_of(created) is None
+
+
 def _distributing(own: Any) -> Any:
     """Wraps ``apply``: in a replica, an optimizer that was created outside of all scopes becomes the strategy's."""
     from choros.training.distributed_optimizer import reducer_of
 
     @functools.wraps(own)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = current_strategy()
-        if (
-            in_replica()
-            and not thread.applying_optimizer
-            and strategy.training.follows_run
-            and not (strategy_of(self) or reducer_of(self))
-        ):
+        if _is_of_no_scope(self) and not thread.applying_optimizer and not reducer_of(self):
+            strategy = current_strategy()
             assign_strategy(self, strategy)
             strategy.training.optimizer_created(self)
             return getattr(self, own.__name__)(*args, **kwargs)
@@ -246,15 +246,8 @@ def _adopting(own: Any) -> Any:
 
     @functools.wraps(own)
     def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = current_strategy()
-        if (
-            in_replica()
-            and self.synchronization == "on_read"
-            and strategy_of(self) is None
-            and strategy.training.follows_run
-            and not in_stateless_scope()
-        ):
-            _adopt(self, strategy)
+        if _is_of_no_scope(self) and self.synchronization == "on_read" and not in_stateless_scope():
+            _adopt(self, current_strategy())
             return self.assign(*args, **kwargs)
         return own(self, *args, **kwargs)
 
