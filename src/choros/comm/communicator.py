@@ -21,7 +21,7 @@ from choros.comm.devices import Device, DeviceCollectives, DeviceLink
 from choros.comm.fusion import Layout
 from choros.comm.members import Members
 from choros.comm.primitives import Array
-from choros.comm.reduction import Reduction, dtype_problem, from_working, working_dtype, working_op
+from choros.comm.reduction import Reduction, dtype_problem, working_dtype, working_op, writer
 from choros.comm.request import CollectiveSpec, Request, digest_of
 from choros.comm.selection import select_devices
 from choros.comm.transfers import (
@@ -310,8 +310,7 @@ class Communicator(Members):
         self.agree(request)
         flat = out.reshape(-1)
         self.reduce_in_place(flat, engine_op)
-        if op is Reduction.AVERAGE:
-            from_working(flat, flat, op, self.size)
+        writer(op, self.size)(flat, flat)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -359,6 +358,8 @@ def _problem_of(arrays: Sequence[Array], op: Reduction | None = None, *, whole: 
 
 
 def _problem_of_out(array: Array, out: Array) -> ConfigError | None:
-    if (out.shape, out.dtype) == (array.shape, array.dtype) and out.flags.c_contiguous and out.flags.writeable:
+    flags = out.flags
+    alike = out is array or (out.shape, out.dtype) == (array.shape, array.dtype)
+    if alike and flags.c_contiguous and flags.writeable:
         return None
     return ConfigError(f"out must be a writable, contiguous array of dtype {array.dtype} and shape {array.shape}.")

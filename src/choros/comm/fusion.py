@@ -89,7 +89,8 @@ def plan_fusion(
     direct_bytes: int | None = None,
 ) -> tuple[FusionBuffer, ...]:
     """Plans buffers of one group and dtype, the same on every rank; arrays that would break alignment come last, large
-    ones first. Those of ``direct_bytes`` and more are reduced where their results are, if they are sent as they are.
+    ones first. Those of ``direct_bytes`` and more, and one that is alone, are reduced where their results are, if they
+    are sent as they are.
 
     >>> float32 = np.dtype("float32")
     >>> (buffer,) = plan_fusion((((2,), float32), ((3,), float32)), [[0, 1]], lambda dtype: dtype, 16)
@@ -103,7 +104,9 @@ def plan_fusion(
         for dtype in dict.fromkeys(layout[index][1] for index in group):
             sizes = {index: math.prod(layout[index][0]) for index in group if layout[index][1] == dtype}
             wire = wire_dtype(dtype)
-            least = math.inf if direct_bytes is None or wire != dtype else direct_bytes / dtype.itemsize
+            least = math.inf
+            if direct_bytes is not None and wire == dtype:
+                least = direct_bytes / dtype.itemsize if len(sizes) > 1 else 0
             order = sorted(sizes, key=lambda i: (sizes[i] * dtype.itemsize % ALIGNMENT != 0, sizes[i] < least))
             slots = tuple(slots_of((index, sizes[index]) for index in order))
             most = max(1, chunk_bytes // wire.itemsize)

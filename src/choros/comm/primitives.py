@@ -32,7 +32,8 @@ class Primitives(ABC):
         whole: the communicator of all ranks of the job, of which this is a part.
         collectives: the number of collectives in which this process has participated.
         chunk_bytes: arrays are sent in chunks of at most this many bytes.
-        direct_bytes: arrays of this many bytes and more are reduced where their results are; ``None``: none are.
+        direct_bytes: of arrays sent together, those of this many bytes and more are reduced where their results are;
+            ``None``: none are, nor is one that is alone.
         bytes_sent: the number of bytes of arrays it has contributed to them, which compression reduces.
         signatures: those of objects that the members exchange, if the engine's connections need them.
         elastic: whether the members go on without those that are lost; see ``atomic``.

@@ -26,7 +26,7 @@ from choros.comm.fusion import (
 )
 from choros.comm.members import Members
 from choros.comm.primitives import Array
-from choros.comm.reduction import Reduction, from_working, working_dtype, working_op
+from choros.comm.reduction import Reduction, working_dtype, working_op, writer
 from choros.errors import ConfigError, MismatchError
 from choros.topology import shard_range
 
@@ -59,9 +59,7 @@ def reduce_all(
     def fill(chunk: Chunk, message: Array) -> None:
         pack(chunk, flats, message)
 
-    def write(message: Array, target: Array) -> None:
-        from_working(message, target, op, members.size)
-
+    write = writer(op, members.size)
     # MPI's minimum and maximum may lose a NaN, those of NumPy do not.
     direct_bytes = None if op in (Reduction.MIN, Reduction.MAX) else members.direct_bytes
     for buffer in _plan(layout, members.chunk_bytes, direct_bytes):
@@ -129,12 +127,8 @@ def _scatter_together(members: Members, arrays: list[Array], op: Reduction) -> l
     dtype, size, working = arrays[0].dtype, members.size, working_dtype(arrays[0].dtype)
     shares = [[array[slice(*shard_range(len(array), rank, size))] for array in arrays] for rank in range(size)]
     results = [np.empty(rows.shape, dtype) for rows in shares[members.rank]]
-
-    def write(reduced: Array, target: Array) -> None:
-        from_working(reduced, target, op, size)
-
-    flats = [[_flat(rows) for rows in share] for share in shares]
-    scatter_shares(members, flats, working, working_op(dtype, op), [_flat(result) for result in results], write)
+    flats, targets = [[_flat(rows) for rows in share] for share in shares], [_flat(result) for result in results]
+    scatter_shares(members, flats, working, working_op(dtype, op), targets, writer(op, size))
     return results
 
 
@@ -265,8 +259,8 @@ def _bytes(array: Array) -> NDArray[np.uint8]:
 
 
 def _flat(array: Array) -> Array:
-    flat = array.reshape(-1)
-    return flat.view(np.uint8) if flat.dtype == np.bool_ else flat
+    flat = array.ravel()
+    return flat.view(np.uint8) if flat.dtype.kind == "b" else flat
 
 
 @functools.lru_cache(maxsize=256)
