@@ -231,6 +231,20 @@ def case_added_loss_that_is_a_mean():
     check(make, numbers(N, FEATURES), numbers(N, 2))
 
 
+def case_activity_regularizers():
+    """Keras divides them by the rows that the layer is given, unless there are none."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        shared = keras.layers.Dense(FEATURES, activation="tanh", activity_regularizer="l2")
+        model = keras.Sequential([keras.Input((FEATURES,)), shared, keras.layers.Dense(2, activity_regularizer="l1")])
+        model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=JIT)
+        return model
+
+    check(make, numbers(N, FEATURES), numbers(N, 2))
+    check_horovod(make, (numbers(N, FEATURES), numbers(N, 2)))
+
+
 def case_sum_of_gradients_of_a_sum():
     make = lambda: dense(MSE(reduction="sum"), optimizer=keras.optimizers.SGD(0.002))  # noqa: E731
     check_horovod(make, (numbers(N, FEATURES), numbers(N, 2)), op=hvd.Sum)

@@ -160,7 +160,7 @@ def reduce_chunks(
             start += target.size
 
 
-def pack(chunk: Chunk, flats: Sequence[Array], message: Array) -> None:
+def pack(flats: Sequence[Array], chunk: Chunk, message: Array) -> None:
     """Writes a chunk's items, cast, to ``message``, where those of a direct one may be already."""
     parts = chunk.parts(flats)
     if not chunk.direct or message.__array_interface__["data"] != parts[0].__array_interface__["data"]:
@@ -221,7 +221,7 @@ class FusedExchange:
                 # Before the cast: values that overflow the narrower dtype may fit after scaling.
                 concatenate_scaled(chunk.parts(flats), message, before)
             else:
-                pack(chunk, flats, message)
+                pack(flats, chunk, message)
                 if before != 1.0:
                     np.multiply(message, message.dtype.type(before), out=message)
 

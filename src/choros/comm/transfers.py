@@ -55,11 +55,7 @@ def reduce_all(
     flats = [_flat(array) for array in arrays]
     results = [np.empty(0)] * len(arrays) if outs is None else outs
     targets = None if outs is None else [_flat(out) for out in outs]
-
-    def fill(chunk: Chunk, message: Array) -> None:
-        pack(chunk, flats, message)
-
-    write = writer(op, members.size)
+    fill, write = functools.partial(pack, flats), writer(op, members.size)
     # MPI's minimum and maximum may lose a NaN, those of NumPy do not.
     direct_bytes = None if op in (Reduction.MIN, Reduction.MAX) else members.direct_bytes
     for buffer in _plan(layout, members.chunk_bytes, direct_bytes):

@@ -52,7 +52,8 @@ class Form:
 CONSTANT, COUNT = Form(0, Dependence.NUMBER), Form(1, Dependence.NUMBER)
 MEAN, SUM = Form(0, Dependence.LINEAR), Form(1, Dependence.LINEAR)
 _OTHER = Form(0, Dependence.OTHER)
-_OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
+COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+_OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, **COMPARISONS}
 _LOSSES = frozenset((CONSTANT, MEAN, SUM))
 
 
@@ -111,8 +112,12 @@ class Reading:
                 return self.reshape(operands[0], shape)
             case "square":
                 return self.arithmetic("mul", [operands[0], operands[0]], shape)
-            case "select" if operands[0].axis is None:
-                return self.arithmetic("add", operands[1:], shape)
+            case "select" if len(operands) == 3:
+                return self.select(operands, shape)
+            case "concatenate":
+                return self.concatenate(operands, shape)
+            case _ if rule in COMPARISONS:
+                return replace(self.apply(operands, shape), number=_folded(rule, operands))
             case "add" | "sub" | "mul" | "div":
                 return self.arithmetic(rule, operands, shape)
         return self.apply(operands, shape)
@@ -124,7 +129,29 @@ class Reading:
     def stack(self, parts: Sequence[ValueForm], shape: Shape, axis: int) -> ValueForm:
         """Arrays of one shape, along a new ``axis``."""
         one = (*shape[:axis], 1, *shape[axis + 1 :])
-        return self.arithmetic("add", [self.reshape(each, one) for each in parts], shape)
+        return self.concatenate([self.reshape(each, one) for each in parts], shape)
+
+    def concatenate(self, parts: Sequence[ValueForm], shape: Shape) -> ValueForm:
+        """An array with elements of each of the ``parts``."""
+        numbers = {each.number for each in parts}
+        number = numbers.pop() if len(numbers) == 1 else None
+        return replace(self.arithmetic("add", parts, shape), number=number)
+
+    def select(self, operands: Sequence[ValueForm], shape: Shape) -> ValueForm:
+        """By a condition, elements of one array if it is false, or of another; of numbers it is known which, as of the
+        divisor of ``divide_no_nan``.
+
+        >>> reading, six = Reading([6]), ValueForm((), number=6.0)
+        >>> is_zero = reading.follow("eq", [six, ValueForm((), number=0.0)], ())
+        >>> reading.select([is_zero, six, ValueForm((), number=1.0)], ()).number
+        6.0
+        """
+        condition, if_false, if_true = operands
+        if condition.number is not None:
+            return self.concatenate([if_true if condition.number else if_false], shape)
+        if condition.axis is None:
+            return self.concatenate([if_false, if_true], shape)
+        return self.apply(operands, shape)
 
     def reshape(self, value: ValueForm, shape: Shape) -> ValueForm:
         """The same elements, in their order."""

@@ -9,7 +9,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from choros.comm.request import is_users
-from choros.training.forms import MEAN, Form, Reading, ValueForm
+from choros.training.forms import COMPARISONS, MEAN, Form, Reading, ValueForm
 
 _KNOWN, _NUMBERED = "choros", "choros: "
 _SAME = ("convert_element_type", "copy", "neg", "optimization_barrier", "reduce_precision", "stop_gradient")
@@ -17,8 +17,8 @@ _SAME = ("convert_element_type", "copy", "neg", "optimization_barrier", "reduce_
 _RULES = {
     **dict.fromkeys(_SAME, "same"),
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), "reshape"),
-    **dict.fromkeys(("add", "add_any", "concatenate"), "add"),
-    **{name: name for name in ("sub", "mul", "div", "square")},
+    **dict.fromkeys(("add", "add_any"), "add"),
+    **{name: name for name in ("concatenate", "sub", "mul", "div", "square", *COMPARISONS)},
     "select_n": "select",
 }
 _RANDOM = frozenset(("random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"))

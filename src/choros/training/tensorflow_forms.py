@@ -17,10 +17,16 @@ _SAME = ("Cast", "CheckNumerics", "EnsureShape", "Identity", "Neg", "PreventGrad
 _RULES = {
     **dict.fromkeys(_SAME, "same"),
     **dict.fromkeys(("ExpandDims", "Reshape", "Squeeze"), "reshape"),
-    **dict.fromkeys(("Add", "AddN", "AddV2", "ConcatV2", "Pack"), "add"),
+    **dict.fromkeys(("Add", "AddN", "AddV2"), "add"),
+    **dict.fromkeys(("ConcatV2", "Pack"), "concatenate"),
     **dict.fromkeys(("Div", "DivNoNan", "RealDiv"), "div"),
     **dict.fromkeys(("Mul", "MulNoNan"), "mul"),
-    **dict.fromkeys(("Select", "SelectV2"), "select"),
+    "Equal": "eq",
+    "Greater": "gt",
+    "GreaterEqual": "ge",
+    "Less": "lt",
+    "LessEqual": "le",
+    "NotEqual": "ne",
     "Square": "square",
     "Sub": "sub",
 }
@@ -129,6 +135,9 @@ class _Graph:
         length = self._length(operation, operands, shape) if kind in ("Prod", "Size", "StridedSlice") else None
         if length is not None:
             return length
+        if kind in ("Select", "SelectV2"):
+            condition, if_true, if_false = operands
+            return reading.select([condition, if_false, if_true], shape)
         if kind in _RULES:
             return reading.follow(_RULES[kind], operands[:-1] if kind == "ConcatV2" else operands, shape)
         return self._reduced(operation, operands, shape)

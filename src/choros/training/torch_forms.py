@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from choros.training.forms import MEAN, SUM, Dependence, Form, Reading, ValueForm
+from choros.training.forms import COMPARISONS, MEAN, SUM, Dependence, Form, Reading, ValueForm
 
 _SAME = frozenset(
     ("_to_copy", "alias", "clone", "contiguous", "copy", "detach", "lift", "lift_fresh", "lift_fresh_copy", "neg", "to")
@@ -90,13 +90,15 @@ class _Notes(TorchDispatchMode):
             return reading.arithmetic("div", [ValueForm((), number=1.0), first], shape)
         if name == "pow" and not torch.is_tensor(given["exponent"]) and given["exponent"] == 2:
             return reading.follow("square", [first], shape)
-        if name == "where" and "other" in given and self.value_of(given["condition"]).axis is None:
-            return reading.arithmetic("add", [self.value_of(given[each]) for each in ("self", "other")], shape)
+        if name in COMPARISONS:
+            return reading.follow(name, [first, self.value_of(given["other"])], shape)
+        if name == "where" and "other" in given:
+            return reading.select([self.value_of(given[each]) for each in ("condition", "other", "self")], shape)
         if name in ("cat", "stack"):
             parts = [self.value_of(each) for each in given["tensors"] if each.numel()]
             if name == "stack" and parts:
                 return reading.stack(parts, shape, given.get("dim", 0) % len(shape))
-            return reading.arithmetic("add", parts, shape) if parts else ValueForm(shape)
+            return reading.concatenate(parts, shape) if parts else ValueForm(shape)
         if name in ("sum", "mean"):
             axes = given.get("dim")
             every = range(len(first.shape))
