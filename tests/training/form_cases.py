@@ -25,6 +25,8 @@ LOSSES: dict[str, tuple[Callable[[Any, Any, Any], Any], Form | None]] = {
     "divided by the rows": (lambda x, m, w: ops.sum(x @ w) / ops.cast(ops.shape(x)[0], "float32"), MEAN),
     "divided by rows that may be none": (lambda x, m, w: ops.divide_no_nan(ops.sum(x @ w), ops.shape(x)[0]), MEAN),
     "multiplied by a choice": (lambda x, m, w: ops.where(ops.size(x) > 1, 2.0, 0.5) * ops.sum(x @ w), SUM),
+    "divided by the elements": (lambda x, m, w: ops.sum(x @ w) / ops.cast(ops.size(x @ w), "float32"), MEAN),
+    "unless there are none": (lambda x, m, w: ops.sum(ops.cond(ops.shape(x)[0] == 0, lambda: 0 * x, lambda: x)), SUM),
     "several sums": (lambda x, m, w: sum([ops.sum(x @ w), 2.0 * ops.sum(ops.square(x @ w))]), SUM),
     "stacked means": (lambda x, m, w: ops.sum(ops.stack([ops.mean(x @ w), 2.0 * ops.mean(x @ w)])), MEAN),
     "weights": (lambda x, m, w: 0.1 * ops.sum(ops.square(w)), CONSTANT),

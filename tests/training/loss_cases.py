@@ -483,6 +483,8 @@ def case_gradient_of_a_sum():
 
 def case_added_loss_that_is_a_sum():
     check(lambda: of_sums(loss="mse", added=True), numbers(N, FEATURES), numbers(N, 2))
+    data = Twice(numbers(N, FEATURES), numbers(N, 2))  # TensorFlow does not know whether a replica has rows
+    check(lambda: of_sums(loss="mse", added=True), data, batch_size=None)
 
 
 def case_added_loss_that_is_a_sum_beside_a_compute_loss_of_the_users():

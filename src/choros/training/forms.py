@@ -116,8 +116,10 @@ class Reading:
                 return self.select(operands, shape)
             case "concatenate":
                 return self.concatenate(operands, shape)
-            case _ if rule in COMPARISONS:
-                return replace(self.apply(operands, shape), number=_folded(rule, operands))
+            case "eq" | "ne" | "lt" | "le" | "gt" | "ge":
+                kinds = {form.kind for each in operands for form in each.forms}
+                are_numbers = kinds == {Dependence.NUMBER} and all(each.axis is None for each in operands)
+                return ValueForm(shape, number=_folded(rule, operands)) if are_numbers else self.apply(operands, shape)
             case "add" | "sub" | "mul" | "div":
                 return self.arithmetic(rule, operands, shape)
         return self.apply(operands, shape)
@@ -139,12 +141,7 @@ class Reading:
 
     def select(self, operands: Sequence[ValueForm], shape: Shape) -> ValueForm:
         """By a condition, elements of one array if it is false, or of another; of numbers it is known which, as of the
-        divisor of ``divide_no_nan``.
-
-        >>> reading, six = Reading([6]), ValueForm((), number=6.0)
-        >>> is_zero = reading.follow("eq", [six, ValueForm((), number=0.0)], ())
-        >>> reading.select([is_zero, six, ValueForm((), number=1.0)], ()).number
-        6.0
+        divisor of Keras' ``divide_no_nan``.
         """
         condition, if_false, if_true = operands
         if condition.number is not None:

@@ -86,6 +86,8 @@ class _Notes(TorchDispatchMode):
             if given.get("rounding_mode"):
                 return reading.apply(operands, shape)
             return reading.arithmetic(operation, operands[::-1] if name == "rsub" else operands, shape)
+        if name == "prod" and not shape and not given["self"].is_floating_point():  # of lengths, as in Keras' size
+            return ValueForm(shape, number=float(given["self"].prod()))
         if name == "reciprocal":
             return reading.arithmetic("div", [ValueForm((), number=1.0), first], shape)
         if name == "pow" and not torch.is_tensor(given["exponent"]) and given["exponent"] == 2:
