@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -111,3 +112,67 @@ def case_a_ratio_of_sums():
         return ops.sum(ops.sum(x @ w, axis=1) * m) / ops.sum(m)
 
     assert form(ratio, ROWS, ROWS) == OTHER
+
+
+#: What losses are made of: arrays of rows, functions of each row, numbers of each row, and numbers of all rows.
+ARRAYS = ("x", "(x @ w)")
+FUNCTIONS = ("{0}", "ops.tanh({0})", "({0} * m[:, None])", "ops.where({0} > 0, {0}, 0.1 * {0})", "({0} - 0.5)")
+NUMBERS = ("{0}", "ops.sum({0}, axis=1)", "ops.mean({0}, axis=-1)", "m * ops.max({0}, 1)", "ops.logsumexp({0}, axis=1)")
+TOTALS = (
+    "ops.sum({0})",
+    "ops.mean({0})",
+    "ops.sum(ops.mean({0}, axis=0))",
+    "ops.sum({0}) / ops.cast(ops.shape(x)[0], 'float32')",
+    "ops.sum({0}) / ops.cast(ops.size({0}), 'float32')",
+    "ops.divide_no_nan(ops.sum({0}), ops.cast(ops.shape(x)[0], 'float32'))",
+    "ops.sum(ops.stack([ops.mean({0}), ops.mean({1})]))",
+    "ops.sum({0}) - 0.5 * ops.sum({1})",
+    "0.3 * ops.sum(ops.concatenate([{0}, {0}], axis=0))",
+    "ops.sqrt(ops.mean(ops.square({0})))",
+    "ops.sum({0}) / ops.sum(m)",
+)
+
+
+def case_what_is_read_is_what_is_computed():
+    """Of rows in two parts, a sum is the sum of those of the parts, and a mean their weighted mean."""
+    generator = np.random.default_rng(0)
+    parts = [
+        [generator.normal(scale=scale, size=(n, 5)).astype("float32"), generator.random(n, "float32")]
+        for n, scale in ((ROWS, 1.0), (13, 0.2))
+    ]
+    parts.append([np.concatenate(arrays) for arrays in zip(*parts, strict=True)])
+    weights = ops.convert_to_tensor(generator.normal(size=(5, 3)).astype("float32"))
+    found = set()
+    for total in TOTALS * 5:
+        made = []
+        for _ in range(2):
+            text = str(generator.choice(ARRAYS))
+            for kinds in (FUNCTIONS, FUNCTIONS, NUMBERS):
+                text = str(generator.choice(kinds)).format(text)
+            made.append(text)
+        loss = eval(f"lambda x, m, w: {total.format(*made)}", {"ops": ops})
+        one, other, both = (float(loss(*map(ops.convert_to_tensor, each), weights)) for each in parts)
+        sum_of_both, mean_of_both = one + other, (ROWS * one + 13 * other) / (ROWS + 13)
+        is_sum, is_mean = (np.isclose(both, each, rtol=1e-4, atol=1e-5) for each in (sum_of_both, mean_of_both))
+        read = form(loss, ROWS, ROWS)
+        assert (read == SUM, read == MEAN) == (is_sum, is_mean), (total.format(*made), read)
+        found.add(read)
+    assert found == {SUM, MEAN, OTHER}
+
+
+def case_pytorchs_own_losses():
+    """The reduction of most of them is a default, of which operations are not told."""
+    if BACKEND == "torch":
+        from torch.nn import functional
+
+        expected = {"mean": MEAN, "sum": SUM}
+        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"):
+            loss = getattr(functional, name)
+            assert form(lambda x, m, w, loss=loss: loss(x @ w, 0.5 * (x @ w)), ROWS, ROWS) == MEAN, name
+            for reduction, each in expected.items():
+                kept = {"loss": loss, "reduction": reduction}
+
+                def reduced(x, m, w, loss, reduction):
+                    return loss(x @ w, 0.5 * (x @ w), reduction=reduction)
+
+                assert form(functools.partial(reduced, **kept), ROWS, ROWS) == each, (name, reduction)

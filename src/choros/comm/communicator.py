@@ -359,7 +359,6 @@ def _problem_of(arrays: Sequence[Array], op: Reduction | None = None, *, whole: 
 
 def _problem_of_out(array: Array, out: Array) -> ConfigError | None:
     flags = out.flags
-    alike = out is array or (out.shape, out.dtype) == (array.shape, array.dtype)
-    if alike and flags.c_contiguous and flags.writeable:
+    if (out.shape, out.dtype) == (array.shape, array.dtype) and flags.c_contiguous and flags.writeable:
         return None
     return ConfigError(f"out must be a writable, contiguous array of dtype {array.dtype} and shape {array.shape}.")

@@ -44,6 +44,8 @@ class _Notes(TorchDispatchMode):
         if results:
             names = [] if schema is None else [each.name for each in schema.arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            if "reduction" in names:
+                given.setdefault("reduction", _MEAN)  # operations are not told their defaults
             name = "" if schema is None else schema.name.rpartition("::")[2].rstrip("_")
             values = [self._read(name, given or {"": list(args)}, tuple(each.shape)) for each in results]
             for each, value in zip(results, values, strict=True):
