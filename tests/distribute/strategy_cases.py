@@ -226,19 +226,20 @@ def case_regularisation_counts_once():
     check_transparent(make)
 
 
-def case_several_inputs_and_outputs():
-    def make():
-        keras.utils.set_random_seed(1)
-        left, right = keras.Input((FEATURES,), name="left"), keras.Input((FEATURES,), name="right")
-        hidden = keras.layers.Dense(8)(keras.layers.add([left, right]))
-        outputs = {"a": keras.layers.Dense(CLASSES, name="a")(hidden), "b": keras.layers.Dense(1, name="b")(hidden)}
-        model = keras.Model({"left": left, "right": right}, outputs)
-        model.compile(keras.optimizers.SGD(0.05), {"a": LOSS(), "b": "mse"}, metrics={"a": ["accuracy"], "b": ["mae"]})
-        return model
+def of_two_outputs() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    left, right = keras.Input((FEATURES,), name="left"), keras.Input((FEATURES,), name="right")
+    hidden = keras.layers.Dense(8)(keras.layers.add([left, right]))
+    outputs = {"a": keras.layers.Dense(CLASSES, name="a")(hidden), "b": keras.layers.Dense(1, name="b")(hidden)}
+    model = keras.Model({"left": left, "right": right}, outputs)
+    model.compile(keras.optimizers.SGD(0.05), {"a": LOSS(), "b": "mse"}, metrics={"a": ["accuracy"], "b": ["mae"]})
+    return model
 
+
+def case_several_inputs_and_outputs():
     (x, y), (other, _) = data(64), data(64, seed=2)  # on TensorFlow, Keras weights batches equally in an output's loss
     inputs, targets = {"left": x, "right": other}, {"a": y, "b": x[:, :1]}
-    ours, theirs = both(make)
+    ours, theirs = both(of_two_outputs)
     histories = [fit(model, inputs, targets, batch_size=BATCH) for model in (ours, theirs)]
     assert_same_weights(ours, theirs)
     assert_same_history(*histories)
@@ -527,6 +528,19 @@ def case_single_batches_equal_one_device():
         x, y = data(rows, 4)
         np.testing.assert_allclose(ours.test_on_batch(x, y), theirs.test_on_batch(x, y), rtol=1e-4)
         np.testing.assert_allclose(ours.predict_on_batch(x), theirs.predict_on_batch(x), rtol=1e-4, atol=1e-5)
+    assert_same_weights(ours, theirs)
+
+
+def case_single_batches_of_several_outputs():
+    """From 9 rows to 10 the part of one replica keeps its size, for which TensorFlow has compiled a step."""
+    ours, theirs = both(of_two_outputs)
+    for step, rows in enumerate((9, 10, 1, 1, 10, 9)):
+        (x, y), (other, _) = data(rows, step), data(rows, seed=2)
+        batch = {"left": x, "right": other}, {"a": y, "b": x[:, :1]}
+        results = [model.train_on_batch(*batch, return_dict=True)["loss"] for model in (ours, theirs)]
+        if step == 0:  # then TensorFlow no longer weights the batch of an output's loss by its rows
+            np.testing.assert_allclose(*results, rtol=1e-4)
+        ours.test_on_batch(*batch)
     assert_same_weights(ours, theirs)
 
 

@@ -36,7 +36,7 @@ ON_SOME = {
     "case_regularisation_counts_once": "torch tensorflow",
     "case_several_steps_per_execution": "torch tensorflow",
     "case_batches_of_a_py_dataset": "torch jax",
-    "case_single_batches_equal_one_device": "torch jax",
+    "case_single_batches_equal_one_device": "torch jax tensorflow",
     "case_evaluate_and_predict_equal_one_device": "torch jax",
     "case_tensors_and_held_out_data_smaller_than_the_replicas": "torch tensorflow",
     "case_an_exported_model_serves_outside": "tensorflow",

@@ -81,7 +81,8 @@ class Steps:
         #: On JAX, where steps may be compiled for the devices of all ranks.
         self._spmd: Any = None
         self._reducers: list[OptimizerReducer] = []
-        self._rows_may_lack = False
+        self._rows_may_lack = self._sizes_differ = False
+        self._size = 0
         #: ``ModelStep.decided``.
         self._decided: dict[Any, int] = {}
         #: By kind of step, the wrapper, which may be wrapped once more by the SPMD trainer.
@@ -161,6 +162,17 @@ class Steps:
         if not self._rows_may_lack and keras.backend.backend() == "tensorflow":
             self._model.train_function = self._model.test_function = None
         self._rows_may_lack = True
+
+    def expect_batch(self, rows: int) -> None:
+        """Prepares for one batch with so many rows in all. Once they are others, TensorFlow compiles a step for any
+        number, as in plain Keras, on all ranks, also on those whose own part has the size of the last one.
+        """
+        model, size, self._size = self._model, self._size, rows
+        compiled = [kind for kind in ("train", "test") if getattr(model, f"{kind}_function") is not None]
+        if keras.backend.backend() == "tensorflow" and compiled and rows != size and not self._sizes_differ:
+            self._sizes_differ = True
+            for kind in compiled:
+                getattr(model, f"make_{kind}_function")(force=True)
 
     @contextmanager
     def elastic(
@@ -291,7 +303,8 @@ class Steps:
                 return own(*args)
             if kind == "train" and _is_compiled(args):
                 page.note_compiling()
-            if kind == "train" and self.epochs is not None and keras.backend.backend() == "tensorflow":
+            is_elastic = kind == "train" and self.epochs is not None
+            if (is_elastic or self._sizes_differ) and keras.backend.backend() == "tensorflow":
                 args = (*args[:-1], _of_any_size(args[-1]))
             if kind == "train" and keras.backend.backend() == "jax":
                 self._meet(args[0])
@@ -345,7 +358,7 @@ def _once_read(data: Any, step: ModelStep) -> AbstractContextManager[Any]:
 
 
 def _of_any_size(data: Any) -> Any:
-    """Hides the number of rows from TensorFlow: trackers would count by it without the exchange that ``fit`` makes."""
+    """Hides the number of rows from TensorFlow: trackers would count by it without the exchange that others make."""
     import tensorflow as tf
 
     def unknown(leaf: Any) -> Any:
