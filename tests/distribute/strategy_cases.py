@@ -148,6 +148,17 @@ def case_central_storage_with_clipping_and_momentum():
     check_transparent(lambda: build(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.3)), "central")
 
 
+def case_central_storage_with_a_loss_scale_or_averages():
+    """All processes need the scale, or the moving averages of weights, and so keep the optimizer's state."""
+
+    def make(*, scaled: bool):
+        adam = keras.optimizers.Adam(0.01, use_ema=not scaled, ema_momentum=0.9)
+        return build(keras.optimizers.LossScaleOptimizer(adam, initial_scale=16.0) if scaled else adam)
+
+    for scaled in (True, False):
+        check_transparent(functools.partial(make, scaled=scaled), "central")
+
+
 def case_clipnorm_is_of_the_global_gradient():
     check_transparent(lambda: build(keras.optimizers.SGD(0.1, clipnorm=0.05)))
 

@@ -108,6 +108,8 @@ class _DistributedMixin:
         """Creates the optimizer's state on ranks that keep it; by now an inner optimizer is known."""
         move_outwards(self)
         reducer: Any = reducer_of(self)
+        if isinstance(self, keras.optimizers.LossScaleOptimizer) or innermost(self).use_ema:
+            reducer.state_owner = None  # all ranks need the scale before an update, and the averages after the last one
         with _as_one_replica():
             if reducer.divides_state:
                 process_set = reducer.reducer.config.process_set
@@ -140,11 +142,6 @@ class _DistributedMixin:
             with keras.StatelessScope(state_mapping=mapping):
                 micro_batches = keras.ops.convert_to_tensor(apply_count(self))
             reducer: Any = reducer_of(self)
-            if reducer.state_owner is not None:
-                raise ConfigError(
-                    "loss scaling on JAX updates the weights of every process, which CentralStorageStrategy does not: "
-                    "use mixed_bfloat16, which needs no loss scale, or MirroredStrategy."
-                )
             grads = reducer.reduce(grads, trained_variables(self), micro_batches)
             updated = super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
             return reducer.compare(trained_variables(self), updated[0]), updated[1]
