@@ -4,7 +4,8 @@
 ``RANK@N``            before the rank's step N; the first is 0
 ``@ended:N``          after the rank's step N, before its next call
 ``@validation:N``     before its batch N of validation
-``@primitive:N``      before its call N of the engine: within a collective, or before its end is settled
+``@primitive:N``      before its call N of the engine: within a collective, or before its end is settled; of sums of
+                      16 KiB and more together with others, which are in shared memory, none
 ``@bucket:N``         before it reduces bucket N of gradients, counted over all steps, after ranks have agreed on it
 ``@broadcast:N``      before it sends or receives broadcast N: those of the first weights come first
 ``@recovery:N``       when it notices the loss N of others, before it becomes a member of those that are left
@@ -46,7 +47,7 @@ from choros.observe import events
 _FAULT = re.compile(r"(?P<rank>\d+|any)@((?P<moment>\w+):)?(?P<count>\d+)(=(?P<what>[\w:/.-]+)(?P<to>!(\w*))?)?")
 #: Files whose names contain the text belong to the moment.
 _FILES = {"commit-": "commit", "checkpoint": "checkpoint"}
-_PRIMITIVES = ("_exchange", "_allreduce", "_allgather", "_broadcast", "_settle")
+_PRIMITIVES = ("_exchange", "_allreduce_anywhere", "_allgather", "_broadcast", "_settle")
 
 
 @dataclass(frozen=True)
