@@ -105,6 +105,10 @@ class Reading:
 
     def follow(self, rule: str, operands: Sequence[ValueForm], shape: Shape) -> ValueForm:
         """A result that depends on nothing but the operands: ``apply``, if there is no such rule for it."""
+        if rule in COMPARISONS:
+            kinds = {form.kind for each in operands for form in each.forms}
+            are_numbers = kinds == {Dependence.NUMBER} and all(each.axis is None for each in operands)
+            return ValueForm(shape, number=_folded(rule, operands)) if are_numbers else self.apply(operands, shape)
         match rule:
             case "same":
                 return replace(operands[0], shape=shape)
@@ -116,10 +120,6 @@ class Reading:
                 return self.select(operands, shape)
             case "concatenate":
                 return self.concatenate(operands, shape)
-            case "eq" | "ne" | "lt" | "le" | "gt" | "ge":
-                kinds = {form.kind for each in operands for form in each.forms}
-                are_numbers = kinds == {Dependence.NUMBER} and all(each.axis is None for each in operands)
-                return ValueForm(shape, number=_folded(rule, operands)) if are_numbers else self.apply(operands, shape)
             case "add" | "sub" | "mul" | "div":
                 return self.arithmetic(rule, operands, shape)
         return self.apply(operands, shape)

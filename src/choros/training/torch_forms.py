@@ -45,7 +45,7 @@ class _Notes(TorchDispatchMode):
             names = [] if schema is None else [each.name for each in schema.arguments]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
             if "reduction" in names:
-                given.setdefault("reduction", _MEAN)  # operations are not told their defaults
+                given.setdefault("reduction", _MEAN)  # PyTorch leaves out an argument that has its default
             name = "" if schema is None else schema.name.rpartition("::")[2].rstrip("_")
             values = [self._read(name, given or {"": list(args)}, tuple(each.shape)) for each in results]
             for each, value in zip(results, values, strict=True):
