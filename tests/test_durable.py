@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from choros import durable
 from choros.durable import discard, unfinished
+from choros.errors import ConfigError
 
 HOST = os.uname().nodename
 
@@ -54,6 +56,35 @@ def test_the_next_write_removes_what_killed_processes_have_left_and_nothing_of_l
     with unfinished(tmp_path / "one.txt") as one:
         one.write_text("1")
     assert names(tmp_path) == ["one.txt", "two.txt"]
+
+
+def test_what_others_plant_beside_it_is_neither_waited_for_nor_used(tmp_path: Path) -> None:
+    prefix = f".unfinished.{os.uname().nodename}."
+    os.mkfifo(tmp_path / f"{prefix}pipe")
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / ".former").mkdir()
+    (private / "thesis").write_text("mine")
+    (tmp_path / f"{prefix}link").symlink_to(private)
+    with unfinished(tmp_path / "one.txt") as one:
+        one.write_text("1")
+    assert names(private) == [".former", "thesis"]
+    assert (tmp_path / "one.txt").read_text() == "1"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_another_users_link_in_a_directory_for_all_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    for owner, follows in ((71001, False), (0, True)):
+        link = shared / f"model-{owner}.txt"
+        link.symlink_to(tmp_path / "precious")
+        os.lchown(link, owner, owner)
+        with nullcontext() if follows else pytest.raises(ConfigError, match="another user"), unfinished(link) as name:
+            name.write_text("weights")
+        assert (tmp_path / "precious").read_text() == ("weights" if follows else "mine")
 
 
 def test_directories_are_replaced_where_their_names_cannot_be_exchanged(tmp_path, monkeypatch) -> None:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -15,6 +16,11 @@ def test_import_contracts_hold() -> None:
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_locale_that_is_not_utf_8() -> None:
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", "from choros import durations"], env=environ, check=True)
 
 
 def test_no_import_cycles() -> None:

@@ -110,7 +110,7 @@ def _where(name: str) -> str:
         return f" yet: import choros.{name}"
 
     def lists(source: Path) -> bool:
-        names = re.findall(r"__all__ \+?= \[(.*?)\]", source.read_text(), re.DOTALL) if source.exists() else ()
+        names = re.findall(r"__all__ \+?= \[(.*?)\]", source.read_text("utf-8"), re.DOTALL) if source.exists() else ()
         return any(f'"{name}"' in each for each in names)
 
     shared = lists(folder / "parallel/horovod.py")

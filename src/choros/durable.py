@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from choros import durations
+from choros.ownership import followed, owned_directory
 
 _PREFIX = ".unfinished."
 #: The former content of a directory whose name a file system cannot exchange in one step.
@@ -43,7 +44,7 @@ def unfinished(path: str | os.PathLike[str]) -> Iterator[Path]:
     >>> path.read_text()
     'weights'
     """
-    final = Path(os.path.realpath(path))
+    final = followed(path)
     with workplace(final.parent) as directory:
         name = directory / final.name
         yield name
@@ -171,21 +172,19 @@ def _locked(parent: Path) -> tuple[Path, int]:
 
 def _remove_if_abandoned(directory: Path) -> None:
     """Removes what a process that was killed has left; completes what it had flushed, and was about to rename."""
-    with suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            if _is_abandoned(directory, descriptor):
-                if (directory / _FORMER).exists():
-                    for new in directory.iterdir():
-                        if new.name != _FORMER and not (final := directory.parent / new.name).exists():
-                            new.replace(final)
-                shutil.rmtree(directory)
-        finally:
-            os.close(descriptor)
+    # Others may write beside it: each step is relative to the directory that is this user's.
+    with suppress(OSError), owned_directory(directory) as descriptor:
+        if _is_abandoned(directory.name, descriptor):
+            names = os.listdir(descriptor)
+            for name in names if _FORMER in names else ():
+                if name != _FORMER and not (final := directory.parent / name).exists():
+                    os.rename(name, final, src_dir_fd=descriptor)
+            shutil.rmtree(".", ignore_errors=True, dir_fd=descriptor)
+            directory.rmdir()
 
 
-def _is_abandoned(directory: Path, descriptor: int) -> bool:
-    if directory.name.startswith(_own_prefix()):
+def _is_abandoned(name: str, descriptor: int) -> bool:
+    if name.startswith(_own_prefix()):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -194,5 +193,8 @@ def _is_abandoned(directory: Path, descriptor: int) -> bool:
             pass
         else:
             return True
-    changed = max(path.stat().st_mtime for path in (directory, *directory.rglob("*")))
+    changed = os.fstat(descriptor).st_mtime
+    for _, directories, files, inner in os.fwalk(".", dir_fd=descriptor):
+        times = (os.stat(each, dir_fd=inner, follow_symlinks=False).st_mtime for each in (*directories, *files))
+        changed = max([changed, *times])
     return time.time() - changed > durations.ABANDONED

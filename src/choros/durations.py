@@ -1,8 +1,7 @@
 """The clocks of waiting: how long each process waits, for what, and what happens then. docs/waiting.md is made from it.
 
-Users set their own limits by flags and variables (``settings.py``); these are the times that nobody sets. Tests shorten
-those that a job waits for in full, by a factor; a limit that only ends what hangs, and times in which others must
-answer, stay as they are.
+Users set limits by flags and variables (``settings.py``), but not these times. Tests shorten by a factor those that a
+job waits for in full; limits that only end what hangs, and times in which others must answer, stay as they are.
 """
 
 from __future__ import annotations
@@ -87,6 +86,7 @@ LINGER: Final = Duration(
 STACKS_OF_ALL: Final = Duration(6.0, _LAUNCHER, "for the stacks of ranks", "the report is shown without those missing")
 VIEW_END: Final = Duration(3.0, _LAUNCHER, "for the live view to leave the terminal", "it sends SIGKILL")
 RECORD: Final = Duration(2.0, _LAUNCHER, "as choros top, for chorosrun's answer", "what was shown stays")
+SCREEN_LOOK: Final = Duration(0.2, _LAUNCHER, "for its output to be read", "it looks whether the job is to end")
 STACKS_COMMAND: Final = Duration(20.0, _LAUNCHER, "as choros stacks, for chorosrun's answer", "the command fails")
 SEND_AGAIN: Final = Duration(
     2.0, _LAUNCHER, "for rank 0 to get a part of choros.run's call", "it sends that part again", tests_shorten=True

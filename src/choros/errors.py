@@ -27,8 +27,7 @@ Each class has the ``exit_code`` with which ``chorosrun`` exits after the error.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-#: The exit code of ranks, and of chorosrun, when a job that was asked to end has committed: EX_TEMPFAIL, on which
-#: schedulers requeue.
+#: The exit code of ranks and chorosrun when a job asked to end has committed: EX_TEMPFAIL, on which schedulers requeue.
 PREEMPTED = 75
 
 
@@ -162,8 +161,7 @@ class DriftError(EngineError):
 class PeerLostError(EngineError):
     """A process of the job that this one waited for was killed, has ended early, or cannot be reached any more.
 
-    A program that such an error ends exits with 69, so that its launcher can start the job again from its
-    last checkpoint.
+    A program that such an error ends exits with 69: its launcher can start the job again from its last checkpoint.
 
     Attributes:
         ranks: the ranks that were lost, ascending; empty if the process has no rank, such as a parameter server.

@@ -2,20 +2,28 @@
 choros sets the variable before Keras is imported where only one framework is installed.
 """
 
+import importlib.util
 import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 FRAMEWORKS = ("tensorflow", "torch", "jax")
 _VARIABLE = "KERAS_BACKEND"
 
 
+def is_installed(module: str) -> bool:
+    """Whether ``module`` can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # it is imported, and has no spec
+        return True
+
+
 def installed() -> list[str]:
     """Returns the frameworks that are installed, without importing them."""
-    return [name for name in FRAMEWORKS if find_spec(name) is not None]
+    return list(filter(is_installed, FRAMEWORKS))
 
 
 def choose_keras_backend() -> None:

@@ -84,6 +84,17 @@ def case_arrays_may_have_any_memory_layout(communicator: Communicator) -> None:
         check_same(communicator.alltoall(mine, splits)[0], rows, dtype)
 
 
+def case_a_minimum_or_maximum_with_a_nan_is_one_whichever_rank_has_it(communicator: Communicator) -> None:
+    size, nans = communicator.size, {Reduction.MIN: np.nan, Reduction.MAX: -np.nan}
+    for dtype, op, rank, items in itertools.product((np.float16, np.float32, np.float64), nans, range(size), (1, 5000)):
+        own = np.full(items, communicator.rank - 1.5, dtype)
+        if communicator.rank == rank:
+            own[::2] = nans[op]
+        expected = np.full(items, -1.5 if op is Reduction.MIN else size - 2.5, dtype)
+        expected[::2] = np.nan
+        check_same(communicator.allreduce(own, op), expected, op, rank)
+
+
 def case_inputs_are_only_read_and_results_are_writable(communicator: Communicator) -> None:
     array = np.ones((communicator.size, 2), np.float32)
     array.setflags(write=False)

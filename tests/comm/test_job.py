@@ -54,6 +54,36 @@ LEFT_ALONE = {
 }
 
 
+FORKS = """
+import os, sys, numpy, choros
+choros.init()
+communicator = choros.comm.global_process_set.communicator
+for crashes in (False, True):
+    child = os.fork()
+    if child == 0:
+        assert not crashes
+        sys.exit(0)
+    os.waitpid(child, 0)
+    assert communicator.allreduce(numpy.ones(3)).tolist() == [1.0] * 3
+"""
+LONG = """
+import numpy, choros
+from choros.comm.engines import mpi
+mpi._MESSAGE_BYTES = 16
+choros.init()
+communicator = choros.comm.global_process_set.communicator
+rows = numpy.arange(3 * communicator.rank, 3 * communicator.rank + 2 + communicator.rank, dtype="float64")
+assert communicator.allgather(rows).tolist() == [0.0, 1.0, 3.0, 4.0, 5.0]
+"""
+
+
+@pytest.mark.parametrize("script", [FORKS, LONG], ids=["forked processes are no ranks", "more than MPI counts"])
+def test_two_ranks(script: str) -> None:
+    command = [CHOROSRUN, "-np", "2", sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize(("rest", "code"), LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_rank_whose_peer_has_ended_gets_an_error_and_the_job_fails(rest: str, code: int) -> None:
     script = (

@@ -1,7 +1,38 @@
 """Epochs of process sets."""
 
-from choros.comm import ProcessSet
-from choros.comm.membership import Membership
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+from choros.comm import ProcessSet, Reduction, context, global_process_set, on_change
+from choros.comm.algorithms.shared_memory import _identity, _map, _reserve
+from choros.comm.membership import Change, Membership
+from choros.comm.reduction import writer
+
+
+def test_process_sets_are_no_part_of_what_is_copied() -> None:
+    """As a model with layers that reduce over one."""
+    some = ProcessSet([0, 2])
+    assert copy.deepcopy({"set": some})["set"] is some
+    assert pickle.loads(pickle.dumps(some)).ranks == [0, 2]
+    assert pickle.loads(pickle.dumps(global_process_set)) is global_process_set
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16])
+def test_an_average_over_more_ranks_than_the_dtype_counts(dtype: type) -> None:
+    numbers = np.array([100, 3, 0], dtype)
+    writer(Reduction.AVERAGE, 40_000)(numbers, numbers)
+    assert numbers.tolist() == [0, 0, 0]
+
+
+def test_memory_that_another_process_has_under_the_same_name_is_refused() -> None:
+    """As in containers, whose processes have the same numbers."""
+    (own, name), (other, _) = _reserve(4096), _reserve(4096)
+    assert len(_map(name, _identity(own), 4096)) == 4096
+    with pytest.raises(OSError, match="of another process"):
+        _map(name, _identity(other), 4096)
 
 
 def test_every_registration_is_an_epoch() -> None:
@@ -12,3 +43,20 @@ def test_every_registration_is_an_epoch() -> None:
         assert process_set.membership == Membership(epoch, (0, 1))
         process_set.unregister()
         assert process_set.membership == Membership(epoch, (0, 1))
+
+
+def test_a_listener_ends_with_its_object() -> None:
+    class Sampler:
+        def __init__(self) -> None:
+            self.end = on_change(self.changed)
+
+        def changed(self, change: Change) -> None:
+            pass
+
+    before = [*context._change_listeners]
+    sampler = Sampler()
+    assert len(context._change_listeners) == len(before) + 1
+    del sampler
+    assert context._change_listeners == before
+    on_change(lambda _: None)()
+    assert context._change_listeners == before

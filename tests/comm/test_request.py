@@ -5,7 +5,7 @@ import pytest
 
 import choros
 from choros.comm import request
-from choros.comm.request import Request, caller
+from choros.comm.request import Request, caller, mismatch_text
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,9 @@ def test_caller_may_be_in_a_folder_beside_choros(monkeypatch: pytest.MonkeyPatch
     names = {"caller": caller}
     exec(compile("location = caller()", beside, "exec"), names)
     assert names["location"] == f"{beside}:1"
+
+
+@pytest.mark.parametrize(("others", "advised"), [("shutdown()", True), ("gradients(float64[3])", False)])
+def test_ranks_with_fewer_batches_are_told_what_lets_them_have_fewer(others: str, advised: bool) -> None:
+    text = mismatch_text(["gradients(float32[3])", others], [0, 1])
+    assert ("with a choros callback in fit, or join() after a loop" in text) is advised

@@ -128,11 +128,25 @@ def case_an_error_cancels_waiting_closures_and_is_raised_once():
         second.result.result()
 
 
+def case_what_is_lost_at_the_end_is_said():
+    done, waits, failed = (ClosureQueue(Clocks(None), 30) for _ in range(3))
+    assert done.close() == ""
+    waits.put(closure(), 9)
+    assert waits.close().startswith("scheduled functions that have not been run: 1; ")
+    failed.put(closure(), 9)
+    failed.failed("a", failed.take("a"), KeyError("x"))
+    assert "KeyError('x')" in failed.close()
+
+
 def case_a_job_without_workers_is_an_error_after_the_time_limit():
     queue = ClosureQueue(Clocks(None), 0.01)
     queue.put(closure(), 9)
     with pytest.raises(EngineError, match="no worker"):
         queue.wait()
+    one = closure()
+    queue.put(one, 9)
+    with pytest.raises(EngineError, match="no worker"):
+        queue.result_of(one.result)
 
 
 def case_clipping_is_the_same_as_in_keras():

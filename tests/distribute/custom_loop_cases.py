@@ -80,9 +80,9 @@ def case_one_reduction_per_step():
 
     assert global_process_set.communicator.size == 2
     number, kinds = collectives(lambda: keras.optimizers.SGD(0.1))
-    assert (number, kinds.count(Kind.STEP_DONE)) == (STEPS + 1, STEPS)  # one compares variables after the first step
+    assert (number, kinds.count(Kind.STEP_DONE)) == (STEPS + 3, STEPS)  # variables are compared after steps 1, 2 and 4
     number, kinds = collectives(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
-    assert (number, kinds.count(Kind.STEP_DONE)) == (STEPS + 1, STEPS // 2)
+    assert (number, kinds.count(Kind.STEP_DONE)) == (STEPS + 2, STEPS // 2)
 
 
 def case_micro_batches():
@@ -163,6 +163,23 @@ def case_gradients_that_the_step_has_reduced(skip):
             optimizer.apply_gradients(zip(replica.all_reduce("SUM", tensors), variables, strict=True), **skip)
 
     check(lambda: keras.optimizers.SGD(0.1), apply=apply)
+
+
+def case_reduced_gradients_before_slices_of_the_state_are_made():
+    with distribute.MirroredStrategy(shard_state=True).scope() as here:
+        ours, optimizer = made_variables(), keras.optimizers.Adam(0.1)
+    theirs, plain = made_variables(), keras.optimizers.Adam(0.1)
+
+    def apply(tensors):
+        reduced = distribute.get_replica_context().all_reduce("SUM", tensors)
+        optimizer.apply_gradients(zip(reduced, ours, strict=True), skip_gradients_aggregation=True)
+
+    for step in range(STEPS):
+        here.run(apply, args=([keras.ops.convert_to_tensor(each) for each in gradients(step, choros.rank())],))
+        plain.apply([keras.ops.convert_to_tensor(each) for each in sums(step)], theirs)
+    for mine, expected in zip(ours, theirs, strict=True):
+        mine, expected = map(keras.ops.convert_to_numpy, (mine, expected))
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-6)
 
 
 def case_infinity_on_one_replica_skips_the_step_on_all():

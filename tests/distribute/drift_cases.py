@@ -152,6 +152,35 @@ def case_a_model_that_its_first_step_builds():
     assert_trained_as_one(model, start)
 
 
+def case_parameters_of_torch_without_gradients_stay_as_they_are():
+    """One has none on any replica, and must not decay; one has one on a single replica, and is the same on both."""
+    if BACKEND != "torch":
+        return
+    import torch
+
+    class Heads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 1) for _ in range(3))
+
+        def forward(self, used):
+            return sum(self.layers[index](torch.ones(1, 2)).sum() for index in used)
+
+    def step(optimizer, heads, used):
+        optimizer.zero_grad()
+        heads(used).backward()
+        optimizer.step()
+
+    ours, alone = Heads(), Heads()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5) for each in (ours, alone)]
+    for _ in range(3):
+        strategy().run(step, args=(optimizers[0], ours, [0, 1] if choros.rank() else [0]))
+        step(optimizers[1], alone, [0, 0, 1])
+    for mine, expected in zip(ours.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
 def case_modules_and_optimizers_of_torch():
     if BACKEND != "torch":
         return

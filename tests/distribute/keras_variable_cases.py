@@ -110,6 +110,22 @@ def case_saved_copies():
     assert number(again.layers[0].total) == number(model.layers[0].total) == 6.0
 
 
+def case_checkpoints_of_tensorflow_have_and_give_back_sums():
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    own = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
+    with strategy().scope():
+        one, other = tf.Variable(0.0, **own), keras.Variable(0.0, synchronization="on_read", aggregation="sum")
+        checkpoint = tf.train.Checkpoint(one=one, other=other)
+    strategy().run(lambda: (one.assign_add(1.0 + choros.rank()), other.assign_add(1.0 + choros.rank())))
+    path = checkpoint.save(broadcast_object(tempfile.mkdtemp()) + "/sums")
+    for _ in range(2):
+        assert (float(one.read_value()), number(other)) == (3.0, 3.0)
+        checkpoint.restore(path).assert_consumed()
+
+
 def case_fit_counts_the_rows_of_all_replicas():
     """A layer's sum is that of one process; every third batch of a stream has one row."""
 

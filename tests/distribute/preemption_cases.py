@@ -112,6 +112,25 @@ def case_with_checkpoints_of_tensorflow():
     check_interrupted(create)
 
 
+def case_statistics_of_all_replicas_are_saved():
+    """A moving average of rows that differ between replicas, in a loop."""
+    path = directory()
+    with strategy().scope():
+        layer = keras.layers.BatchNormalization(momentum=0.5)
+        model = keras.Sequential([keras.Input((2,)), layer])
+    handler = handler_of(KerasCheckpoint(model), path)
+    rows = np.full((4, 2), 4.0 * choros.rank(), "float32")
+    with handler.watch_preemption_scope():
+        handler.run(strategy().run, lambda: [model(rows, training=True)][:0])
+        signal_one_rank()
+        with pytest.raises(Ended):
+            handler.save_checkpoint_if_preempted()
+    with strategy().scope():
+        again = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
+    handler_of(KerasCheckpoint(again), path)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(again.layers[0].moving_mean), 1.0)
+
+
 def case_within_fit():
     path = directory()
 

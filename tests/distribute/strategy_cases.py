@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import warnings
 from pathlib import Path
 
 import keras
@@ -170,6 +171,27 @@ def case_global_clipnorm_is_of_the_global_gradient():
 def case_gradient_accumulation_steps():
     # Of five batches an epoch, the last of one example; one is accumulated for the next epoch's first update.
     check_transparent(lambda: build(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)))
+
+
+def case_accumulation_with_central_storage_goes_on_from_a_saved_model():
+    """After three micro-batches of updates of two; the other ranks skip the optimizer's file."""
+
+    def make():
+        return build(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2))
+
+    with strategy("central").scope():
+        ours = make()
+    theirs = make()
+    path = directory() / "model.keras"
+    for model in (ours, theirs):
+        fit(model, *data(3 * BATCH), batch_size=BATCH, epochs=1)
+    ours.save(path)
+    with strategy("central").scope(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+        again = keras.models.load_model(path)
+    for model in (again, theirs):
+        fit(model, *data(3 * BATCH, seed=2), batch_size=BATCH, epochs=1)
+    assert_same_weights(again, theirs)
 
 
 def case_gradient_accumulation_with_central_storage():
@@ -528,6 +550,13 @@ def case_predictions_of_batches_of_one_row():
     ours, theirs = both()
     predicted = ours.predict(Rows(), verbose=0)
     np.testing.assert_allclose(predicted, theirs.predict(data(3)[0], verbose=0), rtol=1e-5, atol=1e-6)
+
+
+def case_predictions_of_other_numbers_of_rows_are_an_error():
+    with strategy().scope():
+        model = keras.Sequential([keras.Input((4, 3)), keras.layers.Lambda(lambda x: keras.ops.reshape(x, (-1, 3)))])
+    with pytest.raises(ConfigError, match="24 rows of an output for 6 rows of the input"):
+        model.predict(np.zeros((6, 4, 3), "float32"), batch_size=4, verbose=0)
 
 
 def case_single_batches_equal_one_device():

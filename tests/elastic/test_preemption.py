@@ -38,6 +38,17 @@ def test_the_same_command_goes_on_in_the_middle_of_an_epoch(framework, api, tmp_
         assert report["rows"] == [203.0] * 3  # the metrics of the second epoch are those of all three runs
 
 
+def test_processes_that_a_rank_forks_are_ended_by_its_signals():
+    script = (
+        "import multiprocessing, time, choros; from choros.elastic.sampler import ElasticSampler; choros.init()\n"
+        "sampler = ElasticSampler(range(8))\n"
+        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,), daemon=True)\n"
+        "child.start(); child.terminate(); child.join(); print(-child.exitcode)"
+    )
+    ended = run("-np", 2, "--min-np", 1, "--no-prefix-output", sys.executable, "-c", script)
+    assert (ended.code, ended.out.split()) == (0, [str(int(signal.SIGTERM))] * 2), ended.err
+
+
 @pytest.mark.parametrize(
     ("framework", "api"),
     [

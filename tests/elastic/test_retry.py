@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -281,6 +282,7 @@ def test_a_sampler_gives_each_example_once(changing: Changing) -> None:
     orders = []
     for rank, sampler in enumerate(everyone):
         sampler._ledger = sampler._ledger.resharded(3, sampler._length)
+        sampler._joins = True  # as after has_left(), in which all ranks meet
         orders.append(_as_rank(rank, sampler))
         for batch in range(2):
             sampler.record_batch(batch, 2)
@@ -298,6 +300,18 @@ def test_a_sampler_gives_each_example_once(changing: Changing) -> None:
     assert not survivor.has_left()
 
 
+def test_an_example_more_in_the_only_batch_of_a_lost_rank_is_not_repeated(changing: Changing) -> None:
+    """A rank records the length of its batch, as Horovod's examples do; those of an epoch before had four."""
+    survivor = ElasticSampler(range(7))
+    survivor.record_batch(0, 4)
+    survivor.set_epoch(1)
+    survivor._ledger = survivor._ledger.of_epoch(1, 3)  # of three, two and two
+    with patch("choros.elastic.sampler.rank", lambda: 1):
+        survivor.record_batch(0, 2)
+    changing.listeners[0]({1: 0, 2: 1})
+    assert not survivor.has_left()
+
+
 def test_what_a_rank_leaves_over_before_the_first_batch_is_not_lost(changing: Changing) -> None:
     sampler = ElasticSampler(range(1))
     sampler._ledger = sampler._ledger.of_epoch(0, 3)  # rank 0 has the only example
@@ -305,6 +319,23 @@ def test_what_a_rank_leaves_over_before_the_first_batch_is_not_lost(changing: Ch
     assert list(sampler) == []
     assert sampler.has_left()
     assert list(sampler) == [0]
+
+
+@pytest.mark.usefixtures("changing")
+def test_an_epoch_ends_if_loaders_drop_what_is_left() -> None:
+    sampler = ElasticSampler(range(10))
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert sampler.has_left()
+        for batch in range(len(sampler) // 4):
+            sampler.record_batch(batch, 4)
+        assert sampler.has_left()
+        with pytest.warns(UserWarning, match="without 2 of its 10 examples.*drop_last=True"):
+            assert not sampler.has_left()
+    sampler.reset()
+    assert sampler.has_left()
+    sampler.set_epoch(1)  # as in a function of elastic.run that is called again before the first batch
+    assert sampler.has_left()
 
 
 @pytest.mark.usefixtures("changing")
@@ -330,10 +361,19 @@ def test_a_rank_repeats_an_example_only_in_the_place_of_a_whole_batch(
     assert set(drawn) == set(range(examples))
 
 
+@pytest.mark.usefixtures("changing")
+@patch("choros.elastic.sampler.size", lambda: 2)
+def test_ranks_have_equal_numbers_of_batches_where_a_loader_reads_ahead() -> None:
+    """No batch is recorded before all examples are drawn."""
+    sampler = ElasticSampler(range(9))
+    drawn = [_as_rank(rank, sampler) for rank in range(2)]
+    assert [len(each) for each in drawn] == [5, 5]
+    assert set(drawn[0] + drawn[1]) == set(range(9))
+
+
 def _as_rank(rank: int, sampler: ElasticSampler) -> list[int]:
-    order = sampler._order()
-    parts = [part.closed(sampler._length) for part in sampler._ledger.of_rank(rank)]
-    return [order[position * part.shards + part.shard] for part in parts for position in part.batches]
+    with patch("choros.elastic.sampler.rank", lambda: rank):
+        return list(sampler)
 
 
 def test_a_sampler_goes_on_from_its_state(changing: Changing) -> None:

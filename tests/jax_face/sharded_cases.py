@@ -7,6 +7,7 @@ so bits are compared of updates that are compiled without the sum.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -57,6 +58,8 @@ BY_ITEM: dict[str, Callable[[], Any]] = {
     "adagrad": lambda: optax.adagrad(0.05),
     "adadelta": lambda: optax.adadelta(0.5),
     "lion": lambda: optax.lion(0.003),
+}
+COMPOSED_BY_ITEM: dict[str, Callable[[], Any]] = {
     "schedule": lambda: optax.adam(optax.warmup_cosine_decay_schedule(0.0, 0.01, 5, 30)),
     "masked": lambda: optax.masked(optax.adam(0.01), {name: name not in "be" for name in SHAPES}),
     "labels": lambda: optax.partition(
@@ -79,33 +82,35 @@ if hasattr(optax.contrib, "muon"):
 
 def random_tree(*seed: int, scale: float = 1.0) -> Any:
     generator = np.random.default_rng(seed)
-    return {name: jnp.asarray(scale * generator.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+    return {name: np.asarray(scale * generator.normal(size=shape), np.float32) for name, shape in SHAPES.items()}
 
 
 def after_steps(tx: Any, gradients: Callable[[int], Any], state: Any = None, first: int = 0) -> Any:
     """The parameters, updates and state after all steps."""
-    params = random_tree(1)
+    params = jax.tree.map(jnp.asarray, random_tree(1))
     state = tx.init(params) if state is None else state
-    update = jax.jit(tx.update)
+    update, apply = jax.jit(tx.update), jax.jit(optax.apply_updates)
     for step in range(first, first + STEPS):
         updates, state = update(gradients(step), state, params)
-        params = optax.apply_updates(params, updates)
+        params = apply(params, updates)
     return params, updates, state
 
 
+@functools.cache
 def gradients_of(step: int, rank: int) -> Any:
     """Numbers of which sums are exact: with three ranks a reducescatter may add them in another order."""
     tree = random_tree(step, rank, scale=10.0 ** (step % 3 - 1))
-    return jax.tree.map(lambda each: jnp.round(each * 256) / 256, tree)
+    return jax.tree.map(lambda each: jnp.asarray(np.round(each * 256) / 256), tree)
 
 
 def own_gradients(step: int) -> Any:
     return gradients_of(step, hvd.rank())
 
 
+@functools.cache
 def mean_gradients(step: int) -> Any:
     every = [gradients_of(step, rank) for rank in range(hvd.size())]
-    return jax.tree.map(lambda *each: sum(each) / hvd.size(), *every)
+    return jax.tree.map(lambda *each: jnp.asarray(np.mean(each, axis=0)), *every)
 
 
 def assert_identical(ours: Any, theirs: Any) -> None:
@@ -120,7 +125,15 @@ def assert_same_on_all_ranks(tree: Any) -> None:
 
 
 def case_item_by_item_the_bits_of_the_unsharded_transformation() -> None:
-    for name, create in BY_ITEM.items():
+    assert_the_bits_of_the_unsharded(BY_ITEM)
+
+
+def case_item_by_item_the_bits_of_composed_transformations() -> None:
+    assert_the_bits_of_the_unsharded(COMPOSED_BY_ITEM)
+
+
+def assert_the_bits_of_the_unsharded(transformations: dict[str, Callable[[], Any]]) -> None:
+    for name, create in transformations.items():
         tx = hvd.distributed(create(), shard_state=True)
         params, updates, state = after_steps(tx, own_gradients)
         assert state.division.by_item, name
@@ -171,6 +184,11 @@ def case_clipping_by_the_global_norm() -> None:
     updates, _ = jax.jit(tx.update)(one, tx.init(one), one)
     expected, _ = optax.lamb(0.1).update({"only": jnp.full(3, 3**-0.5)}, optax.lamb(0.1).init(one), one)
     assert_same(updates, expected)
+    with jax.enable_x64(True):
+        one = {"only": jnp.zeros(1)}
+        tx = hvd.distributed(optax.chain(hvd.clip_by_global_norm(1.0), optax.sgd(1.0)), shard_state=True)
+        updates, _ = tx.update({"only": jnp.array([3.0])}, tx.init(one), one)
+        assert (updates["only"].dtype, float(updates["only"][0])) == ("float64", -1.0)
 
 
 def clipped_adam(clip: Any = None) -> Any:
@@ -371,6 +389,16 @@ def case_transformations_that_need_all_parameters() -> None:
         hvd.distributed(of_tree, shard_state=True).init(params)
     with pytest.raises(ConfigError, match="can be reduced with Average or Sum only"):
         hvd.distributed(optax.adam(0.1), shard_state=True, op=hvd.Max)
+
+
+def case_arrays_without_items_and_numbers_of_numpy() -> None:
+    params = {"w": jnp.ones((7, 3)), "none": jnp.zeros((0, 4)), "scale": np.float32(2.0)}
+    plain = optax.adam(0.1)
+    tx = hvd.distributed(plain, shard_state=True)
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    expected, whole = jax.jit(plain.update)(params, plain.init(params), params)
+    assert_same(updates, expected)
+    assert_same(hvd.whole_state(tx, state, params), whole)
 
 
 def case_what_a_state_of_slices_is_not_for() -> None:

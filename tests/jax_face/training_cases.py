@@ -106,6 +106,20 @@ def case_join_before_the_first_batch() -> None:
     assert_same(hvd.broadcast_parameters((params, state), root), by_one_process(clipped_adam(), data))
 
 
+def case_join_after_going_on_from_a_plain_state() -> None:
+    """Without ``init``; no other transformation has parameters like these."""
+    params = {"w": jnp.ones((3, 2)), "scale": np.float32(2.0)}
+    plain = optax.adam(0.1)
+    tx = hvd.distributed(plain)
+    state = plain.init(params)
+    for made in range(1 + 2 * hvd.rank()):
+        gradients = jax.tree.map(lambda each, made=made: jnp.full_like(each, made + 1), params)
+        updates, state = jax.jit(tx.update)(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    params, state = hvd.broadcast_parameters((params, state), root_rank=hvd.join())
+    assert state[0].count == 3
+
+
 def case_a_batch_without_rows_counts_nowhere() -> None:
     data = batches(4, 1, 4)
     tx = hvd.distributed(clipped_adam())

@@ -274,7 +274,7 @@ def case_ranks_that_start_from_different_weights() -> None:
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(), shard_state=True), "mse")
     model.layers[1].bias.assign(np.full(17, float(hvd.rank()), "float32"))
     callbacks = [hvd.callbacks.MetricAverageCallback()]
-    with pytest.raises(Exception, match="before step 1, ranks have different values of 1 of 6 trained variables"):
+    with pytest.raises(Exception, match="before step 1, ranks have different values of 1 of 6 variables"):
         model.fit(hvd.shard(data(), batch_size=BATCH), shuffle=False, verbose=0, callbacks=callbacks)
 
 
@@ -286,8 +286,18 @@ def case_a_second_model_that_starts_from_different_weights() -> None:
     optimizer.build(one + other)
     own = [keras.ops.convert_to_tensor(each) for each in gradients(0, hvd.rank())]
     optimizer.apply(own, one)
-    with pytest.raises(Exception, match="before step 1, ranks have different values of 1 of 6 trained variables"):
+    with pytest.raises(Exception, match="before step 1, ranks have different values of 1 of 6 variables"):
         optimizer.apply(own, other)
+
+
+def case_a_learning_rate_that_differs() -> None:
+    """Weights are the same: each rank gives the others its items."""
+    model = build()
+    rate = 0.01 * (1 + hvd.rank())
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(rate), shard_state=True), "mse")
+    callbacks = [hvd.callbacks.MetricAverageCallback()]
+    with pytest.raises(Exception, match=r"after step 2, ranks have different values of 1 of 7 variables, .*learning_"):
+        model.fit(hvd.shard(data(), batch_size=BATCH), shuffle=False, verbose=0, callbacks=callbacks)
 
 
 def case_constraints_are_of_whole_weights() -> None:

@@ -101,6 +101,38 @@ def check_fit(optimizer, n):
     assert_same_history(ours, theirs)
 
 
+class TokenAndPosition(keras.layers.Layer):
+    """As in Keras' examples: of positions one process has each row once, whatever its batch."""
+
+    def __init__(self, length: int | None) -> None:
+        super().__init__()
+        self.tokens, self.positions = keras.layers.Embedding(WORDS, 4), keras.layers.Embedding(LENGTH, 4)
+        self.constant = length
+
+    def call(self, words):
+        length = keras.ops.shape(words)[-1] if self.constant is None else self.constant
+        return self.tokens(words) + self.positions(keras.ops.arange(0, length, 1))
+
+
+@pytest.mark.parametrize("mode", ["a length that is known", "a length that is not", "eager", "slices"])
+def case_embeddings_of_positions(mode):
+    def build_positions(optimizer):
+        keras.utils.set_random_seed(1)
+        length = LENGTH if mode == "a length that is known" else None
+        layers = [TokenAndPosition(length), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((length,), dtype="int32"), *layers])
+        model.compile(optimizer, "mse", run_eagerly=mode == "eager")
+        return model
+
+    (inputs, labels), options = data(ONE_ROW), {"shard_state": True} if mode == "slices" else {}
+    expected = build_positions(keras.optimizers.Adam(0.01))
+    fit(expected, inputs["words"], labels, batch_size=BATCH)
+    model = build_positions(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), **options))
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    fit(model, hvd.shard((inputs["words"], labels), batch_size=BATCH), callbacks=callbacks)
+    assert_same_weights(model, expected)
+
+
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def case_a_step_reads_only_the_rows_of_its_batch(policy):
     """Not all of the variable, as ``tf.gather`` of Keras' variables does by itself; the values are the same."""

@@ -548,7 +548,8 @@ def case_accumulation_reduces_once_per_update():
     fit(model, hvd.shard(data(EVEN), batch_size=BATCH), callbacks=[hvd.callbacks.Throughput()])
     assert_same_weights(model, expected)
     # Each of 4 epochs has a control message for each of 4 micro-batches, the join and the 2 collectives of Throughput.
-    assert communicator().collectives - before == 4 * (4 + 1 + 2) + 1  # once, ranks compare their variables
+    # Ranks compare their variables after 2, 4 and 8 updates, two in an epoch, and after each epoch.
+    assert communicator().collectives - before == 4 * (4 + 1 + 2) + 3 + 4
 
 
 def case_accumulation_over_uneven_batches():
@@ -826,16 +827,22 @@ def case_schedule_by_epoch_within_its_bounds():
     np.testing.assert_allclose(history["learning_rate"], [0.4, 0.2, 0.1, 0.1], rtol=1e-6)
 
 
-def case_momentum_correction_scales_the_velocity():
-    model = build(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.4, momentum=0.9)))
-    model.optimizer.build(model.trainable_variables)
-    for velocity in model.optimizer.momentums:
-        velocity.assign(np.ones(velocity.shape))
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def case_momentum_correction_scales_the_velocity(name):
+    model = build(optimizer=hvd.DistributedOptimizer(getattr(keras.optimizers, name)(0.4, momentum=0.9)))
     halve = hvd.callbacks.LearningRateScheduleCallback(multiplier=0.5)
     halve.set_model(model)
     halve.on_train_begin()
-    halve.on_epoch_begin(0)
-    for velocity in model.optimizer.momentums:
+    halve.on_epoch_begin(0)  # before there are any
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.2)
+    model.optimizer.learning_rate = 0.4
+    model.optimizer.build(model.trainable_variables)
+    velocities = [each for each in model.optimizer.variables if "momentum" in each.path]
+    assert velocities
+    for velocity in velocities:
+        velocity.assign(np.ones(velocity.shape))
+    halve.on_epoch_begin(1)
+    for velocity in velocities:
         np.testing.assert_allclose(keras.ops.convert_to_numpy(velocity.value), 0.5)
 
 

@@ -182,6 +182,8 @@ def test_more_slots_than_any_machine_has(slots):
         ({"output_dir": "a", "output_filename": "b"}, "two names of one argument"),
         ({"use_gloo": True, "use_mpi": True}, "Gloo and MPI are two engines"),
         ({"timeout": float("inf")}, "timeout=inf: expected"),
+        ({"report": "/"}, "report='/': it names no file"),
+        *(({name: ""}, f"{name}='': it is empty") for name in ("commit_dir", "output_dir", "host_discovery_script")),
     ],
 )
 def test_run_starts_nothing_with_invalid_arguments(given, message, monkeypatch):
@@ -201,6 +203,7 @@ def test_run_has_no_other_arguments():
         (["-np", "two"], {}, "'two' is not a valid whole number"),
         (["--start-timeout", "inf"], {}, "--start-timeout inf: expected a finite number of seconds"),
         ([], {"CHOROS_START_TIMEOUT": "nan"}, "CHOROS_START_TIMEOUT='nan' is not a number of seconds above 0"),
+        ([], {"SLURM_JOB_ID": "1", "SLURM_HET_SIZE": "some"}, "this allocation of SLURM has some components"),
         ([], {"HOROVOD_START_TIMEOUT": "soon"}, "HOROVOD_START_TIMEOUT='soon' is not a number of seconds above 0"),
     ],
 )

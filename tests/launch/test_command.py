@@ -8,7 +8,7 @@ import pytest
 from choros.errors import ConfigError
 from choros.launch.plan.command import plan
 from choros.launch.plan.hosts import parse_hosts
-from choros.launch.plan.job import Job, Ssh
+from choros.launch.plan.job import Elastic, Job, Ssh
 from choros.launch.plan.mpi_implementations import INTEL_MPI, MPICH, OPEN_MPI_4, OPEN_MPI_5, Mpirun
 from choros.launch.protocol.wrapper_options import WrapperOptions
 from choros.launch.wrapper import __main__ as wrapper
@@ -155,6 +155,13 @@ def test_a_rank_of_another_launcher_can_start_jobs():
         "HOME": "/root",
         "CHOROS_JOB": "j1",
     }
+
+
+def test_a_job_of_a_rank_of_an_elastic_one_is_as_its_own_arguments_say():
+    outer = {**Elastic(least=1, most=4, resets=2).variables(), "CHOROS_SPAWN": "[]", "CHOROS_COMMIT_DIR": "/c"}
+    environ = {**outer, "CHOROS_JOB": "j0", "CHOROS_OVERLAP": "1"}
+    assert planned(LOCAL, environ=environ).environ == {"CHOROS_JOB": "j1", "CHOROS_OVERLAP": "1"}
+    assert planned(LOCAL, environ=outer).environ == {**outer, "CHOROS_JOB": "j1"}  # the user's own
 
 
 def test_options_are_parsed_as_they_were_written():

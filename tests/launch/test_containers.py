@@ -3,8 +3,11 @@
 Mount namespaces restrict them: they need root and ``unshare``.
 """
 
+import os
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +116,47 @@ def test_standard_output_that_cannot_be_written(tmp_path, redirection, sentence)
     assert sentence in ended.stderr
     assert "warning" in ended.stderr
     assert "Error" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "code"), [(["--timeout", "4"], 124), ([], 143)], ids=["timeout", "SIGTERM"])
+def test_a_job_ends_though_its_output_is_not_read(tmp_path, flags, code):
+    """The pipe is full, as behind a pager that waits for a key."""
+    script = rank_script(tmp_path / "endless.py", 'while True:\n    print("x" * 200, flush=True)\n')
+    command = [*CHOROSRUN, "-np", "2", *flags, sys.executable, script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        if not flags:
+            assert job.stdout.readline()  # the ranks run, and write more than a pipe takes
+            writer = os.open(f"/proc/{job.pid}/fd/1", os.O_WRONLY | os.O_NONBLOCK)
+            while select.select([], [writer], [], 0)[1]:  # it is not full yet
+                time.sleep(0.01)
+            os.close(writer)
+            job.terminate()
+        assert job.wait(120) == code
+        said = job.stderr.read()
+    assert "standard output cannot be written (it is not read); the job continues without it." in said
+    assert ("--timeout 4" if flags else "terminated") in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--nonsense"], 2), (["--cycle-time-ms", "5", "-np", "1", "true"], 0)]
+)
+def test_messages_that_cannot_be_written_change_no_exit_code(arguments, code):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run([*CHOROSRUN, *arguments], stderr=writer, timeout=120, check=False)
+    finally:
+        os.close(writer)
+    assert ended.returncode == code
+
+
+def test_ranks_may_have_another_directory_for_temporary_files(tmp_path):
+    command = [*CHOROSRUN, "-np", "2", "--env", f"TMPDIR={tmp_path}", sys.executable, "-c"]
+    code = "import tempfile, choros; choros.init(); print(tempfile.gettempdir())"
+    ended = subprocess.run([*command, code], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert sorted(ended.stdout.split()) == sorted(f"[0] {tmp_path} [1] {tmp_path}".split())
 
 
 def test_information_that_cannot_be_written():

@@ -1,5 +1,6 @@
 """A job's directories, and the removal of those whose job was killed as a whole."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -33,6 +34,18 @@ def test_a_link_is_not_used(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "choros-job-a1").symlink_to(tmp_path / "target")
     assert shared_memory({JOB: "a1"}, 1, [tmp_path]) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+@pytest.mark.timeout(10)
+def test_another_users_lock_is_not_waited_for(tmp_path):
+    taken = tmp_path / "choros-job-a1"
+    taken.mkdir()
+    os.chown(taken, 71001, 71001)
+    lock = os.open(taken, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert shared_memory({JOB: "a1"}, 1, [tmp_path]) is None
+    os.close(lock)
 
 
 def test_it_is_where_there_is_room_for_all_ranks(tmp_path):

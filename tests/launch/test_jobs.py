@@ -62,6 +62,15 @@ def test_output_and_settings(tmp_path):
     assert "chorosrun" not in ended.err
 
 
+def test_a_traceback_of_a_rank_that_ends_with_0_is_output_like_any_other():
+    script = "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()"
+    ended = run("-np", "2", "--no-merge-output", PYTHON, "-c", script)
+    assert ended.code == 0, ended.err
+    for rank in range(2):
+        assert f"[{rank}] ZeroDivisionError: division by zero" in ended.err
+    assert "chorosrun" not in ended.err
+
+
 def test_the_output_of_one_rank_is_that_of_the_command():
     ended = run(PYTHON, "-c", "import sys; print('a'); print('b', file=sys.stderr)")
     assert (ended.code, ended.out, ended.err) == (0, "a\n", "b\n")
@@ -73,7 +82,7 @@ def test_output_passes_mpirun_by_where_wrappers_find_chorosruns_pipes(tmp_path):
     silent.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {mpirun} "$@"\nexec {mpirun} "$@" > /dev/null\n')
     silent.chmod(0o700)
     code = "print('a' * 300_000); print('b')"
-    for how in (("--mpirun", silent), ("--env", f"TMPDIR={tmp_path}")):  # the second: mpirun forwards the output
+    for how in (("--mpirun", silent), ("--env", f"CHOROS_TMPDIR={tmp_path}")):  # the second: mpirun forwards the output
         ended = run(*how, PYTHON, "-c", code)
         assert (ended.code, ended.out, ended.err) == (0, "a" * 300_000 + "\nb\n", "")
 

@@ -18,6 +18,8 @@ import pytest
 
 from choros import durations
 from choros.elastic.commit_store import CommitStore
+from choros.errors import ConfigError
+from choros.launch.driver.output import open_files
 from choros.transport.peers import ports_of
 from launch.attacks import connect_to_all, plant_links, read_everything
 from launch.launched import CHOROSRUN, Running
@@ -124,6 +126,14 @@ def test_no_directory_is_removed_that_others_have_linked(user: int, shared: Path
             with suppress(FileNotFoundError):  # that of another test's job, which has ended
                 if path.lstat().st_uid == OTHER:
                     subprocess.run(["rm", "-rf", str(path)], check=True)
+
+
+def test_no_output_is_written_into_a_directory_of_another_user(shared: Path) -> None:
+    theirs = shared / "logs" / "rank.0"
+    theirs.mkdir(parents=True)
+    os.chown(theirs, OTHER, OTHER)
+    with pytest.raises(ConfigError, match=f"{theirs} belongs to another user"):
+        open_files(shared / "logs", 1)
 
 
 @USERS

@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from choros.errors import ConfigError
 from choros.launch.driver.line_merger import LineMerger
 from choros.launch.driver.output import Output, open_files, use_colour
 from choros.launch.plan.roles import Roles
@@ -100,6 +101,17 @@ def test_colour():
 )
 def test_colour_only_where_it_is_wanted(environ, terminal, colour):
     assert use_colour(environ, terminal) is colour
+
+
+@pytest.mark.parametrize("link", ["rank.0", "rank.0/stdout"])
+def test_no_file_is_written_where_a_link_points(tmp_path, link):
+    target = tmp_path / "target"
+    (target if link == "rank.0" else tmp_path).mkdir(exist_ok=True)
+    (tmp_path / "logs" / link).parent.mkdir(parents=True)
+    (tmp_path / "logs" / link).symlink_to(target)
+    with pytest.raises(ConfigError, match="cannot be created"):
+        open_files(tmp_path / "logs", 1)
+    assert not target.exists() or not list(target.iterdir())
 
 
 def test_files(tmp_path):

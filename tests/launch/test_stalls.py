@@ -55,6 +55,17 @@ def line_of(script, text):
     return f'File "{script}", line {number}, in '
 
 
+def test_a_process_whose_name_the_kernel_cuts_within_a_character(tmp_path):
+    script = tmp_path / ("т" * 8)  # of which it keeps 15 bytes
+    script.write_text("#!/bin/sh\necho started\nread line\n")
+    script.chmod(0o755)
+    with subprocess.Popen([script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"started\n"  # Popen may return before the kernel gives the name
+        assert Path(f"/proc/{process.pid}/comm").read_bytes() == ("т" * 8).encode()[:15] + b"\n"
+        assert state_of(process.pid) in ("sleeps", "runs")
+        process.communicate(b"\n")
+
+
 def test_a_process_that_runs_no_python_any_more_has_no_stack(monkeypatch):
     monkeypatch.setattr("choros.observe.stacks._ask", lambda *_: ("", ""))
     assert take_stacks(os.getpid()) == "(no stack: no thread of it runs Python any more)"

@@ -79,13 +79,13 @@ def test_the_first_that_fits() -> None:
     ("text", "size"), [("24GB", 24 * 10**9), ("24GiB", 24 << 30), ("80G", 80 * 10**9), ("1.5kib", 1536), ("7 b", 7)]
 )
 def test_sizes(text: str, size: int) -> None:
-    assert parse_memory("--fit", text) == size
+    assert parse_memory(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "24", "GB", "24XB", "-1GB", "0GB", "24GB,"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="expected a size of memory, such as 24GB, 24GiB or 80G"):
-        parse_memory("--fit", text)
+        parse_memory(text)
 
 
 def test_a_model_survives_json() -> None:

@@ -22,7 +22,7 @@ from choros.observe.timeline import PartHeader, PartWriter, TimelinePart, part_p
 from choros.settings import Config
 from choros.trace.clocks import ClockSample, clock_map
 from choros.trace.files import from_json, merge_parts, read_trace, to_json
-from choros.trace.summary import summarize, summary_text
+from choros.trace.summary import collective_times, rank_times, summary_text, waits_of
 from choros.trace.trace import BUCKETS, STEPS, Interval, Mark, collectives_of, merge
 from observe.timelines import MS, call, check, part, read, record
 
@@ -36,6 +36,15 @@ def late_rank() -> list[TimelinePart]:
 
 
 # ── parts ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_part_is_written_where_a_link_points(tmp_path: Path) -> None:
+    path = part_path(tmp_path / "run.json", 0)
+    path.parent.mkdir()
+    path.symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="symbolic links"):
+        PartWriter(tmp_path / "run.json", PartHeader.of_this_process(0, 1, mark_cycles=False))
+    assert not (tmp_path / "target").exists()
 
 
 def test_a_part_has_what_was_written(tmp_path: Path) -> None:
@@ -110,7 +119,7 @@ def test_calls_are_matched_by_number_and_not_by_name() -> None:
     )
     names = [{each.name for each in collective.calls} for collective in collectives_of(trace.calls)]
     assert names == [{"a", "b"}, {"gradients", "join"}, {"a"}]
-    assert [each.name for each in summarize(trace).collectives] == ["gradients", "a"]
+    assert [each.name for each in collective_times(trace)] == ["gradients", "a"]
 
 
 def test_a_thread_that_waits_for_its_turn_may_run_another_collective() -> None:
@@ -142,15 +151,15 @@ def test_a_rank_that_was_killed_is_the_one_waited_for() -> None:
         ]
     )
     assert (trace.calls[1].matched, trace.calls[1].bytes, trace.calls[1].wait) == (None, None, 1997 * MS)
-    (waits,) = (each for each in summarize(trace).waits if each.total)
+    (waits,) = (each for each in waits_of(trace) if each.total)
     assert (waits.rank, waits.total, waits.collective) == (1, 1997 * MS, "end")
     assert from_json("".join(to_json(trace))) == trace
 
 
 def test_a_rank_that_was_not_recorded_is_not_waited_for() -> None:
     trace = merge(late_rank()[:1])
-    assert summarize(trace).waits == ()
-    assert "2 ranks, of which 1 recorded (0)" in summary_text(summarize(trace))
+    assert waits_of(trace) == []
+    assert "2 ranks, of which 1 recorded (0)" in summary_text(trace)
 
 
 def test_steps_buckets_and_moments() -> None:
@@ -174,7 +183,7 @@ def test_steps_buckets_and_moments() -> None:
     )
     assert trace.marks == (Mark(0, "checkpoint: model.keras", 5 * MS),)
     check(json.loads("".join(to_json(trace))))
-    (times,) = summarize(trace).ranks
+    (times,) = rank_times(trace)
     assert (times.steps, times.step, times.transferring) == (2, 6 * MS, MS)
 
 
@@ -237,7 +246,7 @@ def test_clocks_of_two_hosts_are_aligned(late: float, drift: float) -> None:
     ]
     errors = [abs(found - expected) for found, expected in zip(begins, true, strict=True)]
     assert max(errors) < 1.5 * MS
-    waits = {each.rank: each for each in summarize(trace).waits if each.longest > 2 * MS}
+    waits = {each.rank: each for each in waits_of(trace) if each.longest > 2 * MS}
     assert set(waits) == {0.0: {0}, 0.5: {0, 1}, 1.0: {1}}[late]
     check(json.loads("".join(to_json(trace))))
 
@@ -270,14 +279,14 @@ def test_a_file_is_read_as_it_was_written() -> None:
 
 
 def test_the_summary_says_where_the_time_went_and_who_waited_for_whom() -> None:
-    summary = summarize(merge(late_rank()))
-    rank = summary.ranks[0]
+    trace = merge(late_rank())
+    rank = next(rank_times(trace))
     assert (rank.recorded, rank.waiting, rank.transferring, rank.computing) == (121 * MS, 101 * MS, 2 * MS, 18 * MS)
-    (waits,) = summary.waits
+    (waits,) = waits_of(trace)
     assert (waits.rank, waits.collectives, waits.total, waits.median, waits.longest, waits.collective) == (
         1, 2, 100 * MS, 50 * MS, 50 * MS, "loss",
     )  # fmt: skip
-    assert summary_text(summary).splitlines() == [
+    assert summary_text(trace).splitlines() == [
         "2 ranks, 121.00 ms",
         "",
         "rank  host   recorded  computing         waiting       transferring",

@@ -12,7 +12,7 @@ import pytest
 
 from choros.observe.timeline import parts_directory
 from choros.trace.files import merge_parts
-from choros.trace.summary import summarize
+from choros.trace.summary import rank_times, waits_of
 from comm.starts import by_hand, together
 from harness import Job, case_names, check_case, needs, on
 from launch.launched import Running, rank_script, run
@@ -45,9 +45,9 @@ def test_training(case: str, job: Job) -> None:
 
 
 def assert_waited_for_rank_1(file: Path, ranks: int) -> None:
-    summary = summarize(read(file))
-    assert [each.rank for each in summary.ranks] == list(range(ranks))
-    (waits,) = (each for each in summary.waits if each.rank == 1)
+    trace = read(file)
+    assert [each.rank for each in rank_times(trace)] == list(range(ranks))
+    (waits,) = (each for each in waits_of(trace) if each.rank == 1)
     assert waits.collective == "loss"
     assert waits.median >= 40 * MS
 

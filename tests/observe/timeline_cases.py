@@ -15,7 +15,7 @@ from choros.comm.recording import start_timeline, stop_timeline
 from choros.errors import ConfigError, MismatchError
 from choros.observe.timeline import parts_directory
 from choros.parallel.objects import broadcast_object
-from choros.trace.summary import summarize, summary_text
+from choros.trace.summary import rank_times, summary_text, waits_of
 from choros.trace.trace import collectives_of
 from comm import matching_cases
 from observe.timelines import MS, read
@@ -40,14 +40,14 @@ def case_the_others_waited_for_the_rank_that_was_late(tmp_path: Path) -> None:
             time.sleep(DELAY)
         communicator().allreduce(np.ones(4, np.float32), Reduction.SUM, name="loss")
     stop_timeline()
-    summary = summarize(read(file))
-    assert [each.rank for each in summary.ranks] == [0, 1, 2]
-    first = summary.waits[0]
+    trace = read(file)
+    assert [each.rank for each in rank_times(trace)] == [0, 1, 2]
+    first = waits_of(trace)[0]
     assert (first.rank, first.collective) == (1, "loss")
     assert first.collectives >= TIMES
     assert first.median >= 40 * MS
     assert first.total >= 2 * TIMES * 40 * MS
-    text = summary_text(summary)
+    text = summary_text(trace)
     assert "of it for rank 1." in text
     communicator().barrier()  # every rank removes its part
     assert not parts_directory(file).exists()

@@ -56,7 +56,7 @@ def compared(bits, ranks, **settings):
 
 def test_the_rank_that_differs_from_most_and_the_first_array_are_named():
     expected = (
-        r"^after step 300, ranks have different values of 1 of 3 trained variables, first of 'kernel' \(rank 2 has "
+        r"^after step 300, ranks have different values of 1 of 3 variables, first of 'kernel' \(rank 2 has "
         r"others than most\)\. The largest difference is in 'kernel': up to \S+ between ranks 0 and 2, .* Do it\.$"
     )
     with pytest.raises(DriftError, match=expected):

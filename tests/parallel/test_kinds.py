@@ -2,15 +2,18 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import scipy.sparse
 
 from choros.data import kinds
 from choros.data.data_kind import DataKind
 from choros.data.kinds import are_arrays, kind_of
-from choros.data.rows import Part, Sharding
+from choros.data.rows import Part, Sharding, note_rows
 from choros.errors import ConfigError
 
 
@@ -120,3 +123,15 @@ def test_a_list_of_arrays_is_one_structure_to_shard_and_batches_to_a_strategy() 
     assert [rows.tolist() for rows in kind_of(data).split(data, Part(1, 2))] == [[2, 3], [2, 3]]
     own = kind_of(data).local_batches(data, lambda: Part(0, 2))
     assert own.length() == 2
+
+
+@pytest.mark.parametrize(("numbers", "warned"), [([[0, 3], [4, 2]], True), ([[0, 1], [2, 2]], False)])
+def test_batches_whose_rows_name_rows_of_another_array_are_warned_of(numbers: list[list[int]], warned: bool) -> None:
+    """Two bonds between five atoms; a shard of the atoms is not what a shard of the bonds names."""
+    batch = {"atoms": np.zeros((5, 3)), "bonds": np.array(numbers), "y": None, "labels": np.zeros((0, 1))}
+    expected = (
+        pytest.warns(UserWarning, match="looks like numbers of another array's rows") if warned else nullcontext()
+    )
+    with patch.multiple("choros.data.rows", _differ=False), expected:
+        note_rows(batch)
+        note_rows({**batch, "sparse": scipy.sparse.csr_matrix(np.eye(7, dtype=int))})

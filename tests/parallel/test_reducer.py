@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -443,6 +444,32 @@ def test_rows_that_every_rank_has_once_are_summed_unless_they_may_repeat(
             assert reduced.indices.tolist() == first + second
         else:
             assert dict(zip(reduced.indices.tolist(), reduced.values[:, 1].tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "of_batch", "is_sum"),
+    [
+        ([7, 1, 1], [7, 1, 1], False, True),
+        ([7, 1, 1], [], False, True),
+        ([7, 1], [1, 7], False, False),
+        ([7, 1], [7, 1, 7, 1], False, False),
+        ([7, 1], [7, 1], True, False),
+        ([7, 1], [7, 1], None, True),
+        ([7, 1, 1], [7, 1, 1], None, False),
+        ([7], [7], None, False),
+    ],
+)
+def test_rows_that_do_not_follow_from_the_batch_are_summed_one_by_one(
+    first: list[int], second: list[int], of_batch: bool | None, is_sum: bool
+) -> None:
+    def rank_main(process_set: ProcessSet) -> SparseRows:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, op=Reduction.SUM))
+        own = dataclasses.replace(rows(first if process_set.rank() == 0 else second, 1.0), of_batch=of_batch)
+        return reducer.reduce([own], examples=1)[0]
+
+    for reduced in on_threads(2, rank_main):
+        assert reduced.indices.tolist() == (first if is_sum else first + second)
+        assert set(reduced.values[:, 1].tolist()) == {2.0 if is_sum and second else 1.0}
 
 
 def test_rows_of_bfloat16_are_scaled_in_float32() -> None:

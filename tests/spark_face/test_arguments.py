@@ -38,5 +38,5 @@ def test_ranks_see_the_gpus_of_their_machine_unless_the_user_says_which(env, see
     monkeypatch.setattr(own_machine, "_own", None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES", "as of the executor"))
     machines = machines_of([TaskPlace(this_host(), "10.0.0.1", "/tmp/x", (gpu,)) for gpu in "20"])
-    own_machine.open_call(pack(dict), _visible_to(Arguments(env=env), machines))
+    own_machine.run_packed(pack(dict), _visible_to(Arguments(env=env), machines))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen

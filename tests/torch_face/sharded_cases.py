@@ -303,6 +303,33 @@ def case_memory_layouts_and_dtypes() -> None:
             assert torch.equal(models[0].scalar, models[1].scalar)
 
 
+@pytest.mark.parametrize("shard_state", [False, True])
+def case_fused_updates_of_other_memory_layouts(shard_state: bool) -> None:
+    """They read the memory of parameters and gradients in step, whatever their strides."""
+
+    def trained(distributed: bool) -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(0)
+        layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 9, 1)]
+        model = torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        if distributed:
+            optimizer = hvd.DistributedOptimizer(optimizer, shard_state=shard_state)
+        for step in range(5):
+            optimizer.zero_grad()
+            x = torch.randn((2 * hvd.size(), 3, 5, 5), generator=torch.Generator().manual_seed(step))
+            rows = x[2 * hvd.rank() : 2 * hvd.rank() + 2] if distributed else x
+            model(rows).square().mean().backward()
+            optimizer.step()
+        return model, optimizer.state_dict()
+
+    (ours, state), (theirs, expected) = trained(True), trained(False)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for number, values in expected["state"].items():
+        assert state["state"][number]["exp_avg"].stride() == values["exp_avg"].stride()
+        torch.testing.assert_close(state["state"][number]["exp_avg"], values["exp_avg"], rtol=1e-3, atol=1e-6)
+
+
 def case_parameters_that_move_to_another_dtype() -> None:
     models = [build(), build()]
     for model, shard_state in zip(models, (True, False), strict=True):
@@ -531,6 +558,46 @@ def case_parameters_that_differ_at_the_start() -> None:
     parameter.sum().backward()
     with pytest.raises(DriftError, match="before step 1, ranks have different values of 1 of 1"):
         optimizer.step()
+
+
+def case_settings_that_differ() -> None:
+    """Parameters are the same: each rank gives the others its items."""
+    model = build()
+    optimizer = sharded(ADAM, model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    scheduler.step(1.0)
+    with pytest.raises(DriftError, match=r"after step 2, .* 'lr of group 0'.*ReduceLROnPlateau"):
+        train(model, optimizer, after=lambda: scheduler.step(2.0 * hvd.rank()))
+    lr = 0.01 * (1 + hvd.rank())
+    with pytest.raises(DriftError, match=r"before step 1, .*'lr of group 0'"):
+        train(model, sharded(functools.partial(torch.optim.Adam, lr=lr), model))
+
+
+def case_a_state_that_one_rank_alone_has_loaded() -> None:
+    refused = functools.partial(pytest.raises, ConfigError, match=r"ranks \[0\] have loaded the optimizer's state")
+    model = build()
+    optimizer = sharded(ADAM, model)
+    state = copy.deepcopy(train(model, optimizer) and optimizer.state_dict())
+    for loads_first in (False, True):
+        optimizer = ADAM(model.parameters())
+        if not loads_first:
+            optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
+        if hvd.rank() == 0:
+            optimizer.load_state_dict(state)
+        if loads_first:
+            optimizer = hvd.DistributedOptimizer(optimizer, shard_state=True)
+        with refused():
+            train(model, optimizer)
+    optimizer = sharded(ADAM, model)
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(state)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, steps=range(3))
+    state = optimizer.state_dict()
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(state)
+    with refused():
+        train(model, optimizer, steps=range(100))
 
 
 def case_join() -> None:

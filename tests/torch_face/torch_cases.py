@@ -341,8 +341,13 @@ def case_zero_grad_and_backward_in_the_wrong_order() -> None:
     model = build()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
     loss_of(model, parts()[0]).backward()
-    with pytest.raises(ConfigError, match="between backward"):
+    optimizer.zero_grad()
+    for reduce in (optimizer.step, optimizer.synchronize):
+        loss_of(model, parts()[0]).backward()
         optimizer.zero_grad()
+        with pytest.raises(ConfigError, match="between backward"):
+            reduce()
+    loss_of(model, parts()[0]).backward()
     optimizer.synchronize()
     optimizer.zero_grad()
     loss_of(model, parts()[0]).backward()
@@ -374,6 +379,41 @@ def case_a_critic_whose_generator_passes_it_too():
                 update()
         else:
             update()
+
+
+@with_and_without_overlap
+def case_a_critic_whose_gradients_are_dropped() -> None:
+    """A GAN: those of the generator's pass are of no step."""
+
+    def trained(wrap: Any, rank: int | None, passes: int, **given: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        critic, generator = torch.nn.Linear(3, 1), torch.nn.Linear(2, 3)
+        critics = wrap(SGD(critic.parameters()), backward_passes_per_step=passes, **given)
+        generators = wrap(SGD(generator.parameters()), **given)
+
+        def mean(of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            ranks = range(hvd.size()) if rank is None else [rank]
+            return sum(of(torch.full((4, 2), 0.1 + each)) for each in ranks) / len(ranks)
+
+        for _ in range(3):
+            critics.zero_grad()
+            losses = [
+                mean(lambda noise: critic(torch.ones(4, 3)).mean() * noise.mean()),
+                mean(lambda noise: -critic(generator(noise).detach()).mean()),
+            ]
+            for loss in losses if passes == 2 else [sum(losses)]:
+                loss.backward()
+            critics.step()
+            generators.zero_grad()
+            mean(lambda noise: critic(generator(noise)).square().mean()).backward()
+            generators.step()
+        return [*critic.parameters(), *generator.parameters()]
+
+    for passes in (1, 2):
+        plain = trained(lambda optimizer, **_: optimizer, None, passes)
+        for shard_state in (False, True):
+            own = trained(hvd.DistributedOptimizer, hvd.rank(), passes, shard_state=shard_state)
+            torch.testing.assert_close(own, plain)
 
 
 @with_and_without_overlap

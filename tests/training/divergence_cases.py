@@ -60,6 +60,45 @@ def case_a_flipped_bit_is_found_in_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         fit()
 
 
+class Assigns(keras.Model):
+    """Moves its weights by its own rows, and no optimizer does."""
+
+    def train_step(self, *arguments):
+        x, *_ = arguments[-1]
+        if BACKEND == "jax":
+            (trained, *others), _ = arguments
+            return {"seen": keras.ops.mean(x)}, ([each + keras.ops.mean(x) for each in trained], *others)
+        for each in self.trainable_variables:
+            each.assign_add(keras.ops.broadcast_to(keras.ops.mean(x), each.shape))
+        return {"seen": keras.ops.mean(x)}
+
+
+class RateOfOwnBatches(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.optimizer.learning_rate = 0.01 * (1 + choros.rank())
+
+
+@pytest.mark.parametrize("mode", ["steps that assign weights", "learning rates"])
+def case_ranks_that_train_by_their_own_rows_are_found_within_an_epoch(mode: str) -> None:
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((8,))
+    model = (Assigns if mode.startswith("steps") else keras.Model)(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=BACKEND == "jax")
+    x = np.random.default_rng(choros.rank()).normal(size=(STEPS * 4, 8)).astype("float32")
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), RateOfOwnBatches()]
+    expected = "after step 1, " if mode.startswith("steps") else r"after step [24], "
+    with pytest.raises((DriftError, *_errors_of_graphs()), match=expected):
+        model.fit(x, x[:, :1], batch_size=4, epochs=1, verbose=0, callbacks=callbacks[: 1 + (mode == "learning rates")])
+
+
+def _errors_of_graphs() -> tuple[type[Exception], ...]:
+    if BACKEND != "tensorflow":
+        return ()
+    import tensorflow as tf
+
+    return (tf.errors.OpError,)
+
+
 def case_ranks_are_healed_in_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("choros.settings._config", replace(current(), compare_every=EVERY, divergence="heal"))
     assert_same(fit().weights)

@@ -97,6 +97,33 @@ def case_forms_where_the_number_of_rows_is_not_known():
         }
 
 
+def case_lengths_of_tensorflows_arrays():
+    """Graphs have them as operations, or as constants where the number of rows is known."""
+    import tensorflow as tf
+
+    of_rows = [
+        lambda shape: shape[0],
+        lambda shape: shape[-2],
+        lambda shape: tf.reduce_prod(shape),
+        lambda shape: tf.reduce_prod(shape[:1]),
+        lambda shape: tf.reduce_prod(tf.cast(shape, "float32")),
+        lambda shape: tf.unstack(shape)[0],
+        lambda shape: tf.gather(shape, 0),
+        lambda shape: tf.concat([shape, [3]], 0)[0],
+    ]
+    others = [lambda shape: shape[1], lambda shape: tf.reduce_prod(shape[1:])]
+    for known in (0, ROWS):
+        for length in (*of_rows, *others):
+            found = form(
+                lambda x, m, w, length=length: tf.reduce_sum(x @ w) / tf.cast(length(tf.shape(x)), "float32"),
+                ROWS,
+                known,
+            )
+            # A constant that is a multiple of the rows may be another number.
+            expected = {SUM} if length in others else {MEAN, None} if known else {MEAN}
+            assert found in expected, (known, length)
+
+
 def case_forms_of_few_rows():
     """What cannot be told from a usual constant is not known; nothing is taken for what it is not."""
     for rows in (1, 2, 3, 5, 10):

@@ -459,10 +459,18 @@ class Penalties(keras.layers.Layer):
         return x * self.scale
 
 
+class Whole(keras.losses.Loss):
+    """Computes one number of the batch, past Keras' reduction."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return total(y_true, y_pred)
+
+
 def of_sums(kind: type[keras.Model] = keras.Model, loss: Any = None, added: bool = False) -> keras.Model:
     keras.utils.set_random_seed(1)
     x = keras.Input((FEATURES,))
-    hidden = keras.layers.Dense(6, activation="tanh", kernel_regularizer=None if loss is total else "l2")(x)
+    regularizer = None if loss is total or isinstance(loss, Whole) else "l2"
+    hidden = keras.layers.Dense(6, activation="tanh", kernel_regularizer=regularizer)(x)
     model = kind(x, keras.layers.Dense(2)(Total()(hidden) if added else hidden))
     model.compile(keras.optimizers.SGD(0.05), loss, jit_compile=JIT)
     return model
@@ -470,6 +478,61 @@ def of_sums(kind: type[keras.Model] = keras.Model, loss: Any = None, added: bool
 
 def case_loss_function_that_returns_a_sum():
     check(lambda: of_sums(loss=total), numbers(N, FEATURES), numbers(N, 2))
+
+
+def case_loss_class_that_returns_a_sum_past_keras():
+    check(lambda: of_sums(loss=Whole()), numbers(N, FEATURES), numbers(N, 2))
+
+
+@pytest.mark.parametrize("loss", ["a mean", "a sum"])
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"])
+def case_loss_function_that_returns_a_number_with_sample_weights(loss, reduction):
+    """Keras multiplies the number by each weight."""
+
+    class Number(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return 0.1 * (mean_error if loss == "a mean" else total)(y_true, y_pred)
+
+    rows = N + 1 if reduction == "mean_with_sample_weight" else N  # of one row, Keras does not divide by its weight
+    sample_weight = np.random.default_rng(3).uniform(0.0, 2.0, rows).astype("float32")
+    check(
+        lambda: dense(Number(reduction=reduction), optimizer=keras.optimizers.SGD(0.002)),
+        numbers(rows, FEATURES),
+        numbers(rows, 2),
+        sample_weight=sample_weight,
+    )
+
+
+def case_another_loss_in_another_compile():
+    def trained(make: Callable[[], keras.Model]) -> tuple[list[np.ndarray], History]:
+        model = make()
+        history = {}
+        for loss in (total, mean_error, total):
+            with strategy().scope() if model.compiled and distribute.has_strategy() else contextlib.nullcontext():
+                model.compile(keras.optimizers.SGD(0.02), loss, jit_compile=JIT)
+            history = fit(model, numbers(N, FEATURES), numbers(N, 2), epochs=1)
+        return weights(model), history
+
+    expected, history = of_one_rank(lambda: trained(lambda: of_sums(loss=total)))
+    with strategy().scope():
+        ours = of_sums(loss=total)
+    own, own_history = trained(lambda: ours)
+    assert_same_results(own_history, history)
+    assert_same_results(dict(enumerate(own)), dict(enumerate(expected)))
+
+
+class TwoSums(keras.Model):
+    """Differentiates a mean and a sum in the same line."""
+
+    def train_step(self, data):
+        x, y = data
+        losses = (lambda: 0.1 * mean_error(y, self(x, training=True)), lambda: total(y, self(x, training=True)))
+        results = [apply_gradients(loss_on, self, self.optimizer) for loss_on in losses]
+        return {"finite": keras.ops.cast(keras.ops.isfinite(sum(results)), "float32")}
+
+
+def case_a_mean_and_a_sum_in_one_line():
+    check(lambda: of_sums(TwoSums, loss=total), numbers(N, FEATURES), numbers(N, 2), evaluate=False)
 
 
 def case_compute_loss_that_is_a_sum():
@@ -506,15 +569,21 @@ def case_added_losses_of_vectors_without_rows():
     check(make, numbers(N, FEATURES), numbers(N, 2))
 
 
-def case_a_ratio_of_sums_is_said():
-    """Each rank has the ratio of its rows; the warning has the user's file."""
+@pytest.mark.parametrize("smooth", [None, 0.0, 1.0])
+def case_a_ratio_of_sums_is_said(smooth):
+    """Each rank has the ratio of its rows, also beside a loss of each row; the warning has the user's file."""
 
     def ratio(y, predicted):
         counts = keras.ops.cast(y > 0, "float32")
-        return keras.ops.sum(keras.ops.square(y - predicted) * counts) / keras.ops.sum(counts)
+        added = 0.0 if smooth is None else smooth
+        part = (keras.ops.sum(keras.ops.square(y - predicted) * counts) + added) / (keras.ops.sum(counts) + added)
+        return part if smooth is None else part + keras.losses.mean_squared_error(y, predicted)
 
     with strategy().scope():
-        model = of_sums(loss=ratio)
+        model = of_sums(loss="mse")
+    fit(model, numbers(N, FEATURES), numbers(N, 2), epochs=1)
+    with strategy().scope():
+        model.compile(keras.optimizers.SGD(0.05), ratio, jit_compile=JIT)  # as one that is compiled for the first time
     with (
         pytest.warns(UserWarning, match="rows of the batch")
         if choros.rank() == 0
@@ -635,6 +704,28 @@ def adversaries(wrap: Callable[[Any], Any] = lambda optimizer: optimizer, reduct
     return model
 
 
+class Clipped(keras.optimizers.SGD):
+    """Clips the gradients of the whole batch, on TensorFlow: other trainers of Keras call ``apply``."""
+
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients([(keras.ops.clip(each, -0.05, 0.05), v) for each, v in grads_and_vars])
+
+
+def case_an_optimizer_that_changes_gradients():
+    check(lambda: dense("mse", optimizer=Clipped(0.1)), numbers(N, FEATURES), numbers(N, 2))
+
+
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+def case_frozen_weights():
+    def make() -> keras.Model:
+        model = dense("mse")
+        model.trainable = False
+        model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=JIT)
+        return model
+
+    check(make, numbers(N, FEATURES), numbers(N, 2))
+
+
 def case_two_optimizers():
     check(adversaries, numbers(N, FEATURES), evaluate=False)
 
@@ -690,6 +781,30 @@ class Extremes(keras.metrics.Metric):
 
     def result(self):
         return {"largest": self.largest.value, "smallest": self.smallest.value, "rows": self.rows.value}
+
+
+class MeanOfBatches(keras.metrics.Metric):
+    """The mean of the batches' means, as a user may write it."""
+
+    def __init__(self):
+        super().__init__(name="mean_of_batches")
+        self.total = self.add_weight(name="total", initializer="zeros")
+        self.batches = self.add_weight(name="batches", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.mean(keras.ops.abs(keras.ops.cast(y_true, "float32") - y_pred)))
+        self.batches.assign_add(1.0)
+
+    def result(self):
+        return self.total / self.batches
+
+
+def case_metric_whose_weights_are_those_of_batches_is_warned_of():
+    model = dense("mse", metrics=[MeanOfBatches()])
+    model.optimizer = hvd.DistributedOptimizer(model.optimizer)
+    data = hvd.shard((numbers(N, FEATURES), numbers(N, 2)), batch_size=BATCH)
+    with pytest.warns(UserWarning, match="'mean_of_batches' gives each batch a weight of its own"):
+        model.fit(data, shuffle=False, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
 
 
 def case_metric_that_keeps_a_maximum_and_a_minimum():

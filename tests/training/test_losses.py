@@ -15,12 +15,14 @@ ON_SOME = {
     "case_outputs_with_different_reductions": "torch jax",
     "case_masks_and_weights_of_a_batch_of_one_row_in_the_middle": "torch",
     "case_accumulation_of_a_sum": "torch tensorflow",
+    "case_metric_whose_weights_are_those_of_batches_is_warned_of": "torch tensorflow",
     "case_metric_that_keeps_a_maximum_and_a_minimum": "torch jax",
     "case_gradient_of_a_vector": "tensorflow",  # others differentiate scalars only
     "case_gradient_of_a_vector_eagerly": "tensorflow",
     "case_added_loss_that_is_a_vector_in_horovods_face": "torch tensorflow",
     "case_sum_of_gradients_of_a_sum": "torch",
     "case_zipped_data_sets": "tensorflow",
+    "case_a_mean_and_a_sum_in_one_line": "torch tensorflow",
     "case_gradient_of_a_sum": "torch tensorflow",  # JAX's step gives its metric a number
     "case_added_loss_that_is_a_sum_beside_a_compute_loss_of_the_users": "torch jax",
     "case_parts_of_which_one_is_summed": "torch",

@@ -132,6 +132,12 @@ def test_failures_are_sent_with_their_traceback(error, kind):
     assert "test_failures_are_sent" in failure.error().__notes__[0]
 
 
+def test_a_failure_of_a_class_that_is_not_installed_here_has_its_text():
+    failure = Failure.of(ValueError("no rows"))
+    text = str(Failure(b"what cannot be unpickled", failure.text).error())
+    assert text.startswith("ValueError: no rows\nRaised on ")
+
+
 def test_a_channel_is_readable_when_a_message_has_arrived(listening):
     channel, loop, received = connect(listening, KEY, *NAMES, 5), Loop(), []
     loop.on_readable(channel, lambda: received.append(channel.receive()))

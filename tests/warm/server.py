@@ -45,6 +45,9 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
             if ready == listening.fileno():
                 client, _ = listening.accept()
                 request, descriptors = _received(client)
+                if request is None:  # its client was killed
+                    client.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     for each in (listening, client, *(client for client, _ in ranks.values())):
@@ -53,7 +56,8 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
                     return request
                 for descriptor in descriptors:
                     os.close(descriptor)
-                client.sendall(LENGTH.pack(pid))
+                with contextlib.suppress(OSError):  # as above; that it has gone is read below
+                    client.sendall(LENGTH.pack(pid))
                 process = os.pidfd_open(pid)
                 ranks[process] = client, pid
                 poll.register(process, select.POLLIN)
@@ -74,10 +78,15 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
                         os.kill(pid, signal.SIGKILL)
 
 
-def _received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _received(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     head, descriptors, _, _ = socket.recv_fds(client, LENGTH.size, 64)
-    text = client.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL)
-    return json.loads(text), descriptors
+    size = LENGTH.unpack(head)[0] if len(head) == LENGTH.size else -1
+    text = client.recv(size, socket.MSG_WAITALL) if size >= 0 else b""
+    if len(text) == size:
+        return json.loads(text), descriptors
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return None, []
 
 
 def _take(descriptors: list[int], numbers: list[int]) -> None:

@@ -81,6 +81,11 @@ class ArrayAdapter(ABC):
         del array
         return None
 
+    def is_of_batch(self, array: Any) -> bool | None:
+        """Whether an array follows from the inputs of a function that is being compiled; ``None``: not known."""
+        del array
+        return None
+
     def from_rows(self, indices: Any, values: Any, shape: Any) -> Any:
         """Returns a sparse gradient, for frameworks that have such; ``shape`` may be as ``rows_of`` returned it."""
         raise NotImplementedError

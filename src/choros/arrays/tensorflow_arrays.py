@@ -24,6 +24,8 @@ from choros.errors import ConfigError, MismatchError
 _FLOAT32 = np.dtype(np.float32)
 #: DLPack's numbers of the host, and of NVIDIA's GPUs.
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
+#: What has no values of its inputs, or those of variables.
+_NOT_OF_BATCH = frozenset(("Rank", "ReadVariableOp", "ResourceGather", "Shape", "ShapeN", "Size", "VarHandleOp"))
 #: What to do if the threads of a session do not suffice.
 _ADVICE = (
     "A session of TensorFlow 1 begins what one run() fetches in any order, and each collective waits in one of its "
@@ -56,6 +58,28 @@ class TensorflowArrays(DeviceArrayAdapter):
     def rows_of(self, array: Any) -> tuple[Any, Any, Any] | None:
         """Of ``tf.IndexedSlices``, whose dense shape may be ``None``."""
         return (array.indices, array.values, array.dense_shape) if isinstance(array, tf.IndexedSlices) else None
+
+    def is_of_batch(self, array: Any) -> bool | None:
+        """In graphs; an array's lengths, and the variables, are not of the batch."""
+        if not tf.is_symbolic_tensor(array):
+            return None
+        pending, seen = [array], set()
+        while pending:
+            tensor = pending.pop()
+            operation = tensor.op
+            if operation.name in seen:
+                continue
+            seen.add(operation.name)
+            if operation.type == "Placeholder":  # an argument, or from outside of this function
+                outside = {id(inner): outer for outer, inner in getattr(tensor.graph, "captures", ())}
+                if id(tensor) not in outside:
+                    return True
+                pending += filter(tf.is_symbolic_tensor, (outside[id(tensor)],))
+            elif operation.type not in _NOT_OF_BATCH:
+                if operation.op_def.is_stateful or "Random" in operation.type:
+                    return True
+                pending += operation.inputs
+        return False
 
     def from_rows(self, indices: Any, values: Any, shape: Any) -> Any:
         if isinstance(shape, tuple):

@@ -30,7 +30,7 @@ class TorchArrays(DeviceArrayAdapter):
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def to_host(self, array: Any) -> HostArray:
         """Shares memory with a contiguous CPU tensor. NumPy has no bfloat16: its bits are passed as int16."""
-        tensor = array.detach().cpu().contiguous()
+        tensor = array.detach().cpu().resolve_conj().resolve_neg().contiguous()
         if tensor.dtype == torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(_BFLOAT16)  # type: ignore[no-any-return]
         try:
@@ -42,6 +42,13 @@ class TorchArrays(DeviceArrayAdapter):
     def fingerprint(self, array: Any) -> bytes:
         """Adds on the device; integers have the same sums there."""
         return super().fingerprint(array) if array.device.type == "cpu" else self.fingerprint_on_device(array)
+
+    @staticmethod
+    def laid_out_as(like: Any, tensor: Any) -> Any:
+        """The tensor, with the strides of another if that has its shape: fused updates read both in step."""
+        if tensor.shape != like.shape or tensor.stride() == like.stride():
+            return tensor
+        return torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
     @staticmethod
     def fingerprint_on_device(array: Any) -> bytes:

@@ -79,18 +79,6 @@ def batches(case: TrainCase, steps: int, batch: int) -> tuple[NDArray[np.float32
     return np.resize(images, (steps, batch, *shape)), np.resize(labels, (steps, batch))
 
 
-@dataclass(frozen=True)
-class PartCase:
-    """One part of the communication of a step of choros, a name in ``PARTS``, with the CNN's gradients."""
-
-    part: str
-    model: str = "cnn"
-
-    def __str__(self) -> str:
-        return self.part
-
-
-PARTS = ("control message", "pack", "allreduce", "unpack", "all, by the reducer")
 #: The shapes of the CNN's gradients, in Keras' order.
 CNN_SHAPES: tuple[Shape, ...] = (
     (3, 3, 1, 32), (32,), (3, 3, 32, 64), (64,), (9216, 128), (128,), (128, 10), (10,),

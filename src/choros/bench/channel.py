@@ -9,7 +9,7 @@
       ───────────── what its Barrier takes: file, rank, processes ────────►             (2)
                                          imports, joins its job          likewise
       ◄──────────── None ─────────────────────────────────────────────────              (3)
-      ───────────── Order: a case, the number of runs ────────────────────►             (4)
+      ───────────── a case, the number of runs, the units of each ────────►             (4)
                                          prepares it if it is new        likewise
                                          ── barrier ── run ── barrier ── run …          (5)
       ◄──────────── Timing ───────────────────────────────────────────────              (6)
@@ -42,15 +42,6 @@ COORDINATOR, PROCESS = "choros bench", "a process of a contender"
 
 _CACHE_LINE = 8  # 64-bit words
 _SPINS_BEFORE_YIELDING = 200
-
-
-@dataclass(frozen=True)
-class Order:
-    """Run ``case``: ``runs`` times, ``units`` of work each."""
-
-    case: Any
-    runs: int
-    units: int
 
 
 @dataclass(frozen=True)
@@ -135,24 +126,25 @@ def _serve_orders(coordinator: Channel, prepare: Prepare, barrier: Barrier) -> N
     case: Any = None
     task: Any = None
     while (order := coordinator.receive()) is not None:
-        new = task is None or order.case != case
+        wanted, runs, units = order
+        new = task is None or wanted != case
         if new:
             task = None  # releases its memory before the next case allocates
-            case, task = order.case, prepare(order.case)
-        timing = _measure(task, order, barrier)
+            case, task = wanted, prepare(wanted)
+        timing = _measure(task, runs, units, barrier)
         if new:
             task.check()
         coordinator.send(timing)
 
 
-def _measure(task: Task, order: Order, barrier: Barrier) -> Timing:
+def _measure(task: Task, runs: int, units: int, barrier: Barrier) -> Timing:
     begins, ends, cpu = [], [], 0.0
-    for _ in range(order.runs):
+    for _ in range(runs):
         task.before()
         barrier.wait()
         used = _cpu_seconds()
         begins.append(time.perf_counter())
-        task.run(order.units)
+        task.run(units)
         ends.append(time.perf_counter())
         cpu += _cpu_seconds() - used
     return Timing(tuple(begins), tuple(ends), cpu)

@@ -1,6 +1,5 @@
 """The ``choros bench`` command: parses arguments and prints; the other modules of this package do the work."""
 
-import importlib.util
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -18,7 +17,7 @@ from choros.bench.cases import BATCHES, parse_ranks, parse_sizes
 from choros.bench.contender import CHOROS, check_names, chosen
 from choros.bench.figures import format_ranks
 from choros.bench.plot import plot_rows, plot_sizes
-from choros.bench.report import check_writable, rows_of, show, write_json
+from choros.bench.report import check_writable, show, write_json
 from choros.bench.run import Effort
 from choros.bench.session import ENOUGH_ROUNDS, BenchSession, Progress, machine, machine_text
 
@@ -148,7 +147,7 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, sessio
       choros bench train --framework torch --model mlp --json steps.json
     """
     effort = Effort(session.rounds, session.burst, many_runs=False)
-    wanted = training.frameworks(framework, _installed())
+    wanted = training.frameworks(framework)
     contenders = {name: training.CONTENDERS[name] for name in wanted}
     check_names(session.only, [each.name for group in contenders.values() for each in group])
     with session:
@@ -156,7 +155,7 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, sessio
             result = session.run(
                 chosen(group, session.only), training.cases(model, batch_size), ranks, effort, f"{name}: "
             )
-            session.rows += rows_of("train", result, ranks, framework=name)
+            session.rows += training.rows("train", result, name, ranks)
     title, sections = f"training step, {format_ranks(ranks)}", training.sections(session.rows)
     return session.report([training.table(title, sections)], lambda path: plot_rows(sections, path, title))
 
@@ -188,15 +187,15 @@ def overhead(framework: str, model: str, batch_size: int | None, starts: int, se
     """
     effort = Effort(session.rounds, session.burst, many_runs=False, starts=starts)
     check_names(session.only, [each.name for each in costs.CONTENDERS])
-    wanted = training.frameworks(framework, _installed())
+    wanted = training.frameworks(framework)
     with session:
         for name in wanted:
             contenders = training.of(name, *chosen(costs.CONTENDERS, session.only))
             result = session.run(contenders, training.cases(model, batch_size), 2, effort, f"{name}: ")
-            session.rows += rows_of("overhead", result, 2, costs.PEERS, framework=name)
+            session.rows += training.rows("overhead", result, name, 2, costs.PEERS)
         brief = Effort(session.rounds, durations.BENCH_CALLS, many_runs=True)
-        parts = session.run(chosen(costs.PARTS_CONTENDERS, session.only), costs.PART_CASES, 2, brief)
-        session.rows += rows_of("overhead", parts, 2)
+        parts = session.run(chosen(costs.PARTS_CONTENDERS, session.only), costs.PARTS, 2, brief)
+        session.rows += costs.part_rows(parts)
     steps = [row for row in session.rows if "framework" in row.facts]
     title = "training step, 1 and 2 ranks"
     return session.report(costs.tables(session.rows), lambda path: plot_rows(training.sections(steps), path, title))
@@ -244,7 +243,7 @@ def memory(framework: str, parameters: int, ranks: int, json_file: Path | None) 
       choros bench memory --framework torch --parameters 20000000 --json memory.json
     """
     check_writable("--json", json_file)
-    wanted = training.frameworks(framework, _installed())
+    wanted = training.frameworks(framework)
     with Progress() as progress:
         rows, failed = needs.measure_all(wanted, ranks, parameters, progress.show)
     if rows:
@@ -256,7 +255,3 @@ def memory(framework: str, parameters: int, ranks: int, json_file: Path | None) 
     click.echo(f"machine: {machine_text(described)}")
     write_json(json_file, {"machine": described, "rows": [row.as_json() for row in rows]})
     return 1 if failed else 0
-
-
-def _installed() -> list[str]:
-    return [name for name in training.CONTENDERS if importlib.util.find_spec(name) is not None]

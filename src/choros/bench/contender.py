@@ -3,7 +3,6 @@ that users would not have. What chorosrun sets is part of choros; ``mpi4py prepa
 how much that contributes.
 """
 
-import importlib.util
 import json
 import os
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from choros.errors import ConfigError
+from choros.frameworks import is_installed
 from choros.launch.driver.machine import detect_mpirun, version_of
 from choros.launch.plan.cores import physical_cores
 from choros.launch.plan.mpi_implementations import OPEN_MPI_4, OPEN_MPI_5
@@ -52,9 +52,7 @@ class Contender:
     def check_installed(self) -> None:
         """Raises ``ContenderFailed`` if one of ``needs`` is missing. compat/horovod is not Horovod."""
         missing = [
-            module
-            for module in self.needs
-            if importlib.util.find_spec(module) is None or version_of(module).endswith("+choros")
+            module for module in self.needs if not is_installed(module) or version_of(module).endswith("+choros")
         ]
         if missing:
             raise ContenderFailed(f"not installed ({', '.join(missing)})")

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from choros.bench.cases import PARTS, PartCase
 from choros.bench.contender import CHOROS, Contender, chorosrun, elastic, one_core, process
 from choros.bench.figures import format_ranks, ratios
 from choros.bench.report import ReportRow, Table, grouped, seconds_of
+from choros.bench.run import RunResult
 from choros.bench.train import sections
 
 PLAIN = "plain Keras"
@@ -24,7 +24,8 @@ PARTS_CONTENDERS = (
     Contender(CHOROS, chorosrun, process("allreduce", "parts")),
     Contender(ELASTIC, elastic, process("allreduce", "parts")),
 )
-PART_CASES = tuple(PartCase(part) for part in PARTS)
+#: The parts of the communication of a step of choros, with the CNN's gradients.
+PARTS = ("control message", "pack", "allreduce", "unpack", "all, by the reducer")
 
 #: The peer and the number of ranks in the rows of contenders where these are not their own name and 2.
 PEERS = {
@@ -32,6 +33,14 @@ PEERS = {
     PLAIN: (PLAIN, 1),
     "plain Keras, twice": (PLAIN, 2),
 }
+
+
+def part_rows(result: RunResult[str]) -> list[ReportRow]:
+    """Returns the rows of the ``PARTS``, measured on two ranks."""
+    return [
+        ReportRow("overhead", name, 2, summary, {"part": part, "model": "cnn"})
+        for (part, name), summary in result.summaries.items()
+    ]
 
 
 def tables(measured: Sequence[ReportRow]) -> list[Table]:

@@ -19,7 +19,7 @@ from typing import Any, final
 import psutil
 
 from choros import durations
-from choros.bench.channel import ADDRESS, COORDINATOR, KEY, Barrier, Order
+from choros.bench.channel import ADDRESS, COORDINATOR, KEY, Barrier
 from choros.bench.contender import Contender, ContenderFailed, LaunchCommand
 from choros.bench.figures import Trial, trial_of
 from choros.launch.processes import process_tree
@@ -75,7 +75,7 @@ class ProcessGroup:
 
     def run(self, case: Any, runs: int, units: int) -> Trial:
         """Runs one trial, or raises ``ContenderFailed``: each process does ``runs`` runs of ``units`` of ``case``."""
-        self._send([Order(case, runs, units)] * self._size)
+        self._send([(case, runs, units)] * self._size)
         return trial_of(self._answers(durations.BENCH_ANSWER), units)
 
     def request_stop(self) -> None:

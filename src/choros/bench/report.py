@@ -1,6 +1,5 @@
 """Rows, tables and the JSON file: the output of a benchmark run."""
 
-import importlib.util
 import json
 import os
 import sys
@@ -10,12 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from choros.bench.cases import TrainCase
 from choros.bench.contender import CHOROS
 from choros.bench.figures import Summary, format_seconds, ratios
-from choros.bench.run import RunResult
 from choros.durable import unfinished
 from choros.errors import ConfigError
+from choros.frameworks import is_installed
 from choros.observe.verdict import aligned
 
 T = TypeVar("T")
@@ -40,20 +38,6 @@ class ReportRow:
         {'bench': 'train', 'peer': 'choros', 'ranks': 2, 'best_s': 1.0, 'median_s': 2.0, 'cpu_s': 3.0, 'batch': 8}
         """
         return {"bench": self.bench, "peer": self.peer, "ranks": self.ranks, **asdict(self.summary), **self.facts}
-
-
-def rows_of(
-    bench: str, result: RunResult[Any], ranks: int, peers: Mapping[str, tuple[str, int]] = {}, **facts: Any
-) -> list[ReportRow]:
-    """Returns the rows of ``result`` with ``facts``; ``peers``: contenders that have another name and number of ranks.
-    Those of training have the images per second of the best round.
-    """
-    rows = []
-    for (case, name), summary in result.summaries.items():
-        peer, number = peers.get(name, (name, ranks))
-        speed = {"images_per_s": case.batch * number / summary.best_s} if isinstance(case, TrainCase) else {}
-        rows.append(ReportRow(bench, peer, number, summary, {**facts, **asdict(case), **speed}))
-    return rows
 
 
 def grouped(rows: Iterable[T], label: Callable[[T], str]) -> list[tuple[str, list[T]]]:
@@ -123,7 +107,7 @@ def plain_text(table: Table) -> str:
 
 def show(table: Table) -> None:
     """Prints the table: with ``rich`` on a terminal, if it is installed; as plain text otherwise."""
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+    if not sys.stdout.isatty() or not is_installed("rich"):
         print(plain_text(table))
         return
     from rich import box

@@ -1,7 +1,7 @@
 """``choros bench train``: the contenders of each framework, the cases, rows and tables."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 
 from choros.bench.cases import BATCHES, TrainCase
 from choros.bench.contender import (
@@ -18,7 +18,9 @@ from choros.bench.contender import (
     xla_devices,
 )
 from choros.bench.report import ReportRow, Table, compare, grouped
+from choros.bench.run import RunResult
 from choros.errors import ConfigError
+from choros.frameworks import is_installed
 
 
 def of(framework: str, *contenders: Contender) -> tuple[Contender, ...]:
@@ -66,10 +68,10 @@ _NOTES = (
 )
 
 
-def frameworks(wanted: str, installed: Sequence[str]) -> tuple[str, ...]:
+def frameworks(wanted: str) -> tuple[str, ...]:
     """Returns ``wanted``, or for ``all`` all installed frameworks; a ``ConfigError`` if it, or any, is missing."""
-    chosen = tuple(installed) if wanted == "all" else (wanted,)
-    missing = [framework for framework in chosen if framework not in installed]
+    chosen = tuple(filter(is_installed, CONTENDERS)) if wanted == "all" else (wanted,)
+    missing = [framework for framework in chosen if not is_installed(framework)]
     if missing or not chosen:
         names = " or ".join(f"'choros[{framework}]'" for framework in missing or CONTENDERS)
         raise ConfigError(f"--framework {wanted}: not installed. Install it with: pip install {names}")
@@ -84,6 +86,25 @@ def cases(wanted: str, batch: int | None) -> list[TrainCase]:
     """
     chosen = BATCHES if wanted == "all" else [wanted]
     return [TrainCase(name, batch or BATCHES[name]) for name in chosen]
+
+
+def rows(
+    bench: str,
+    result: RunResult[TrainCase],
+    framework: str,
+    ranks: int,
+    peers: Mapping[str, tuple[str, int]] = {},
+) -> list[ReportRow]:
+    """Returns the rows of ``result``, with the images per second of the best round; ``peers``: contenders that have
+    another name and number of ranks.
+    """
+    made = []
+    for (case, name), summary in result.summaries.items():
+        peer, number = peers.get(name, (name, ranks))
+        speed = case.batch * number / summary.best_s
+        facts = {"framework": framework, **asdict(case), "images_per_s": speed}
+        made.append(ReportRow(bench, peer, number, summary, facts))
+    return made
 
 
 def sections(measured: Sequence[ReportRow]) -> list[tuple[str, list[ReportRow]]]:

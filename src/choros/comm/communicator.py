@@ -50,16 +50,14 @@ class Communicator(Members):
     one in the same order (see ``members.py``). Arrays are anything ``numpy.asarray`` takes; results are new NumPy
     arrays. A call that the members do not make identically raises a ``MismatchError`` on all of them before data moves;
     one that is wrong on its own (an unknown dtype, say) raises a ``ConfigError`` on the rank that made it and a
-    ``MismatchError`` on the others. After either, the members continue with their next calls. The attributes are
-    those of ``Primitives``.
+    ``MismatchError`` on the others. Then the members continue with their next calls. Attributes: see ``Primitives``.
     """
 
     @final
     def allreduce(
         self, array: ArrayLike, op: Reduction = Reduction.AVERAGE, *, name: str = "", out: Array | None = None
     ) -> Array:
-        """Reduces ``array`` over all ranks, into ``out``, which may be ``array``: that, or one from ``empty``, saves
-        copies.
+        """Reduces ``array`` over all ranks, into ``out``, maybe ``array``: that, or one from ``empty``, saves copies.
 
         >>> from choros.comm.engines.local import LocalCommunicator
         >>> LocalCommunicator().allreduce([1.0, 2.0])

@@ -5,10 +5,12 @@ import importlib
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
+from inspect import ismethod
 from types import TracebackType
 from typing import Any
 
@@ -47,14 +49,14 @@ _job: _JobState | None = None
 _crashed = False
 _listeners = Listeners()
 _finalize: Callable[[], None] | None = None
-_change_listeners: list[Callable[[Change], None]] = []
+#: Each returns the listener, if it is still there.
+_change_listeners: list[Callable[[], Callable[[Change], None] | None]] = []
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None) -> None:
     """Joins the job this process was started in, or a job of one rank if no launcher started it.
 
-    Calling it again changes nothing. ``shutdown()`` then ``init()`` works any number of times, also after an ``init()``
-    that failed.
+    Calling it again changes nothing. ``shutdown()`` then ``init()`` works any number of times, also after one failed.
 
     Args:
         comm: ``None`` for all ranks, a list of ranks to leave the others out, or an mpi4py communicator.
@@ -155,14 +157,19 @@ def _on_change(change: Change) -> None:
     if job.topology.rank == 0:
         _log.warning("%s.", change)
     events.identify(job.topology.rank)
-    for listener in [*_change_listeners]:
-        listener(change)
+    for reference in [*_change_listeners]:
+        listener = reference()
+        if listener is not None:
+            listener(change)
 
 
 def on_change(listener: Callable[[Change], None]) -> Callable[[], None]:
-    """Calls ``listener`` in the collective in which all notice a loss or a new rank; returns what ends this."""
-    _change_listeners.append(listener)
-    return lambda: _change_listeners.remove(listener)
+    """Calls ``listener`` in the collective in which all notice a loss or a new rank; returns what ends this, which the
+    end of its object does, too, if it is a method.
+    """
+    reference = weakref.WeakMethod(listener, _change_listeners.remove) if ismethod(listener) else lambda: listener
+    _change_listeners.append(reference)
+    return lambda: _change_listeners.remove(reference)
 
 
 @contextmanager
@@ -364,17 +371,18 @@ def _start_engine(config: Config, position: Topology, comm: Any) -> tuple[Commun
 def _install_hooks() -> None:
     """Makes a crash end this rank at once, and a normal end leave the job in order."""
     exit_with_code_of_loss()
-    previous = sys.excepthook
+    previous, process = sys.excepthook, os.getpid()
 
     def note_crash(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         global _crashed
-        _crashed = True
-        _listeners.start()
-        events.emit(events.Kind.RANK_CRASHED, kind.__name__)
+        if os.getpid() == process:
+            _crashed = True
+            _listeners.start()
+            events.emit(events.Kind.RANK_CRASHED, kind.__name__)
         previous(kind, error, traceback)
 
     sys.excepthook = note_crash
-    atexit.register(_leave)
+    atexit.register(lambda: _leave() if os.getpid() == process else None)  # a forked process is no rank
 
 
 def _leave() -> None:

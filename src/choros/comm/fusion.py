@@ -89,8 +89,7 @@ def plan_fusion(
     direct_bytes: int | None = None,
 ) -> tuple[FusionBuffer, ...]:
     """Plans buffers of one group and dtype, the same on every rank; arrays that would break alignment come last, large
-    ones first. Those of ``direct_bytes`` and more, and one that is alone, are reduced where their results are, if they
-    are sent as they are.
+    ones first. Those of ``direct_bytes`` and more, and one alone, are reduced where their results are, if sent as is.
 
     >>> float32 = np.dtype("float32")
     >>> (buffer,) = plan_fusion((((2,), float32), ((3,), float32)), [[0, 1]], lambda dtype: dtype, 16)

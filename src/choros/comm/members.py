@@ -215,8 +215,7 @@ class Members(Primitives):
     @final
     def agree(self, request: Request, *, value: int = 0, problem: Exception | None = None) -> list[int]:
         """The check before data moves, one control message; returns the ranks' values, 0 of those that have joined. A
-        ``problem`` is raised here; other ranks, which cannot continue without this one, get a ``MismatchError``
-        instead of a hang.
+        ``problem`` is raised here; other ranks, which cannot go on without this one, get a ``MismatchError``, no hang.
         """
         if problem is not None:
             request = Request(request.collective, f"refused: {problem}", request.name)

@@ -39,7 +39,9 @@ _started = False
 def watch_other_hosts(communicator: Communicator) -> None:
     """Starts to look at this process's connections to the hosts of other ranks; all ranks call it."""
     global _ranks_at, _started
-    own = _own_addresses()
+    interfaces = psutil.net_if_addrs().values()
+    addresses = [each.address.partition("%")[0] for every in interfaces for each in every if each.family in _FAMILIES]
+    own = [address for address in addresses if not is_loopback(address)]
     text = " ".join(own).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
     rows = communicator.allgather(np.frombuffer(text, np.uint8)[None], name="addresses of hosts")
     ranks_at: dict[str, list[int]] = {}
@@ -50,12 +52,6 @@ def watch_other_hosts(communicator: Communicator) -> None:
     if not _started:
         _started = True
         threading.Thread(target=_look, name="choros: other hosts", daemon=True).start()
-
-
-def _own_addresses() -> list[str]:
-    interfaces = psutil.net_if_addrs().values()
-    addresses = [each.address.partition("%")[0] for every in interfaces for each in every if each.family in _FAMILIES]
-    return [address for address in addresses if not is_loopback(address)]
 
 
 def _look() -> None:

@@ -40,8 +40,7 @@ class Primitives(ABC):
         is_new: whether this process is not a rank yet: others have started it, and will take it in (``local.py``).
         on_change: is called whenever the members have changed.
         raises_loss: whether ``atomic`` raises an error after such a change, and does not run the collective again.
-        opening: where new ranks take the places of lost ones, whenever all call ``admit``; all enter it at the same
-            place.
+        opening: where new ranks take the places of lost ones, when all call ``admit``; all enter it at the same place.
         notice: bits, such as ``END``, that an elastic engine tells all other ranks with the agreement at the end of the
             next collective, without a message of their own.
         noticed: the bits that any rank has sent with the last one; the same on all ranks.

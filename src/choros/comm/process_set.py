@@ -51,6 +51,12 @@ class ProcessSet:
         self.process_set_id: int | None = None
         self.membership: Membership | None = None
 
+    def __deepcopy__(self, memo: Any) -> ProcessSet:
+        return self  # the ranks are no part of what is copied, such as a model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (None if self is global_process_set else self.ranks,)
+
     def register(self, process_set_id: int, ranks: Sequence[int], communicator: Communicator | None) -> None:
         """Makes the set usable; ``communicator`` is ``None`` on ranks outside it."""
         self.process_set_id = process_set_id
@@ -116,6 +122,10 @@ class ProcessSet:
 
 #: All ranks (Horovod's ``global_process_set``); usable after ``init()``.
 global_process_set = ProcessSet(())
+
+
+def _unpickled(ranks: list[int] | None) -> ProcessSet:
+    return global_process_set if ranks is None else ProcessSet(ranks)
 
 
 def has_others(process_set: ProcessSet) -> bool:

@@ -116,9 +116,11 @@ def _write(working: NDArray[Any], flat: NDArray[Any]) -> None:
 
 def _write_average(size: int, working: NDArray[Any], flat: NDArray[Any]) -> None:
     if working.dtype.kind in "iu":
+        if size > np.iinfo(working.dtype).max:
+            working = working.astype(np.int64)
         quotient = working // size
         # Floor division rounds down; an average rounds towards zero.
         quotient += (working < 0) & (quotient * size != working)
-        np.copyto(flat, quotient)
+        np.copyto(flat, quotient, casting="unsafe")
     else:
         np.divide(working, working.dtype.type(size), out=flat, casting="unsafe")

@@ -142,13 +142,13 @@ def mismatch_text(texts: Sequence[str], ranks: Sequence[int]) -> str:
     for text, rank in zip(texts, ranks, strict=True):
         asked.setdefault(text, []).append(rank)
     lines = [f"  rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {text}" for text, who in asked.items()]
-    return "\n".join(
-        [
-            "Ranks made different calls, so no data was moved:",
-            *lines,
-            "Ranks must call the same collectives with the same dtypes and shapes, and those without a name in order.",
-        ]
-    )
+    advice = "Ranks must call the same collectives with the same dtypes and shapes, and those without a name in order."
+    if 0 < sum(text.startswith("gradients") for text in asked) < len(asked):
+        advice += (
+            "\nIf some had fewer batches: with a choros callback in fit, or join() after a loop, they take part in the "
+            "steps of the others."
+        )
+    return "\n".join(["Ranks made different calls, so no data was moved:", *lines, advice])
 
 
 #: The request of a rank that ends: it matches no other, so ranks that still call a collective are notified.

@@ -1,18 +1,13 @@
 """Selection of the engine and of the collectives on devices: the first rule that holds applies."""
 
 import ctypes
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from choros.errors import ConfigError, EngineUnavailable
+from choros.frameworks import is_installed
 from choros.settings import Config
 from choros.topology import NEVER_MPI, WITHOUT_MPI, Topology
-
-
-def is_installed(module: str) -> bool:
-    """Whether ``module`` can be imported, without importing it."""
-    return importlib.util.find_spec(module) is not None
 
 
 def select(
@@ -66,7 +61,7 @@ def select(
 
 def nccl4py_problem() -> str:
     """Why nccl4py cannot be used here, as a clause, or nothing. CUDA stays as it is: the script may choose devices."""
-    if importlib.util.find_spec("nccl") is None:
+    if not is_installed("nccl"):
         return "nccl4py is not installed"
     try:
         ctypes.CDLL("libcuda.so.1")

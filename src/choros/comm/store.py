@@ -140,11 +140,10 @@ class _Values:
 class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types here
     """A store of ``torch.distributed`` whose values are in the process of rank 0, at the end of ``channel``."""
 
-    def __init__(self, channel: Channel, rank: int) -> None:
+    def __init__(self, channel: Channel) -> None:
         super().__init__()
         self.peers = PeerWatch()
         self._channel = channel
-        self._rank = rank
         self._lock = threading.Lock()
         self._replies: SimpleQueue[Any] = SimpleQueue()
         channel.send(socket.gethostname())
@@ -252,7 +251,7 @@ def store_at(master: Master, topology: Topology, seconds: float) -> tuple[Rendez
     authenticate each other by ``CHOROS_SECRET``, else by a file of the user on one host, and not at all on several.
     """
     rank = topology.rank
-    key = rank_key(os.environ)
+    key = rank_key(os.environ, on_one_host=topology.local_size == topology.size)
     occupied = master.listens or dist.is_initialized()  # the latter by all ranks or by none
     if master not in _stores and rank == 0 and not occupied:
         _Values(topology.size).listen(_listening(master), key)
@@ -369,7 +368,7 @@ def _connected(address: str, key: Key, rank: int, seconds: float) -> tuple[Rende
         channel = _patiently(lambda limit: connect(address, key, _name(rank), _name(0), limit), address, seconds)
     except Unreachable as error:
         raise _silent(address, rank, seconds, error.__cause__) from error
-    return RendezvousStore(channel, rank), channel.own_address
+    return RendezvousStore(channel), channel.own_address
 
 
 def _reach(master: Master, rank: int, seconds: float) -> str:

@@ -35,9 +35,7 @@ GATHERED_TOGETHER = 128 << 10
 
 
 def sum_numbers(members: Members, numbers: Array, sizes: Sequence[int], differ: str) -> None:
-    """Sums the members' numbers in place: a ``CollectiveSpec`` of a ``sum``, once agreed with the ``sizes``, 0 for a
-    rank without rows.
-    """
+    """Sums the members' numbers in place, once they agree on the operation and ``sizes``, 0 for a rank without rows."""
     if len(set(sizes) - {0}) > 1:
         raise MismatchError(differ.format(list(sizes)))
     members.reduce_in_place(numbers, Reduction.SUM)

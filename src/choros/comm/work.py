@@ -12,6 +12,7 @@ calls. If other ranks call them in another order, ``members.py`` makes a plan, a
 import functools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -215,7 +216,9 @@ class WorkQueue:
         self._unfinished = 0
         self._names: set[str] = set()
         self._askers: list[_Asker] = []
-        self._callers = set[int]()
+        #: Threads that have called; a number may be that of another thread, once its own has ended.
+        self._callers = weakref.WeakSet[threading.Thread]()
+        self._noted = threading.local()
         self._blocked: set[int] = set()
         self._kept_waiting = 0
         self._last_news = 0.0
@@ -241,7 +244,7 @@ class WorkQueue:
 
     def exclusive(self) -> AbstractContextManager[None]:
         """The section, for the calling thread, after all submitted, unless other ranks ask for something else first."""
-        if threading.get_ident() not in self._callers:
+        if not hasattr(self._noted, "is_caller"):
             self._note_caller()
         if self._unfinished and self.section.owner != threading.get_ident():
             with self.section.mutex:
@@ -367,7 +370,7 @@ class WorkQueue:
         quiet = time.monotonic() - self._last_news > durations.NEWCOMER
         waiting = {asker.thread.ident for asker in self._askers} | self._blocked | {self._worker}
         free = [thread for thread in threading.enumerate() if thread.ident not in waiting and not _is_foreign(thread)]
-        callers = [thread for thread in free if thread.ident in self._callers]
+        callers = [thread for thread in free if thread in self._callers]
         if len(callers) > sum(_is_foreign(asker.thread) for asker in self._askers):
             return False
         pooled = any(asker.name and _is_foreign(asker.thread) for asker in self._askers)
@@ -425,7 +428,8 @@ class WorkQueue:
     def _note_caller(self) -> None:
         thread = threading.current_thread()
         if not isinstance(thread, threading._DummyThread) and thread.ident != self._worker:
-            self._callers.add(threading.get_ident())
+            self._callers.add(thread)
+            self._noted.is_caller = True
 
     def _note_news(self) -> None:
         self._last_news = time.monotonic()

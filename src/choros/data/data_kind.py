@@ -91,9 +91,7 @@ class DataKind(ABC):
         return None
 
     def traits(self, data: Any) -> Iterable[Any]:
-        """Returns arrays that are equal on all processes if these read the same rows in the same order; none if that
-        is not known.
-        """
+        """Arrays that are equal on all processes if these read the same rows in the same order; none: not known."""
         return ()
 
     def sources(self, data: Any) -> Iterable[Any]:

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, final
 
 import keras
+import numpy as np
 
 from choros.data.data_kind import DataKind
 from choros.data.epochs import EpochData, FixedData, IndexedData
@@ -109,13 +110,24 @@ def array_epochs(data: Any, batch_size: int, sharding: Sharding) -> IndexedData:
         first = index * batch_size
         start, end = (first + row for row in part.range(min(batch_size, n - first)))
         if not sharding.shuffle:
-            return cut(data, start, end)
+            return map_structure(_converted, cut(data, start, end))
         indices = order_of(n, epochs.seed, epoch)[start:end]
-        return map_structure(lambda leaf: leaf[indices], data)
+        return map_structure(lambda leaf: _converted(leaf[indices]), data)
 
     epochs = IndexedData(sharding, lambda own: PartsDataset(own, number), lambda: number, rows)
     epochs.of_arrays = True
     return epochs
+
+
+def _converted(array: Any) -> Any:
+    """As Keras converts arrays in memory: other floats to its own, and text to a tensor, which TensorFlow alone has."""
+    if not isinstance(array, np.ndarray):
+        return array
+    if array.dtype.kind in "OSU" and keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.convert_to_tensor(array)
+    return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
 
 
 @final

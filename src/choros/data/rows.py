@@ -5,14 +5,14 @@ One process would see the batches ``0 1 2 3 | 4 5 6 7 | 8 9``; two processes see
     process 0    0 1 . .   4 5 . .   8 .
     process 1    . . 2 3   . . 6 7   . 9
 
-The arrays of a batch may have different numbers of rows, such as unlabelled examples beside fewer labelled ones: each
-is cut by its own::
+A batch's arrays may differ in numbers of rows, as unlabelled examples beside fewer labelled: each is cut by its own::
 
     batch           x 0 1 2 3 4 5   y 0 1 2
     process 0         0 1 2           0 1
     process 1               3 4 5         2
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from choros.arrays import adapter_of
 from choros.errors import ConfigError
 from choros.parallel.structure import leaves, map_structure
 from choros.topology import shard_range
@@ -87,8 +88,27 @@ def count_rows(batch: Any) -> int:
 def note_rows(first: Any, *, may_differ: bool = False) -> None:
     """Notes, before any step and on all processes, whether the arrays of a batch (may) differ in their rows."""
     global _differ
-    rows = {leaf.shape[0] for leaf in leaves(first) if getattr(leaf, "shape", None)}
+    arrays = [leaf for leaf in leaves(first) if getattr(leaf, "shape", None)]
+    rows = {leaf.shape[0] for leaf in arrays}
     _differ = _differ or may_differ or len(rows) > 1
+    if len(rows) > 1 and any(_rows_numbered(each) in rows for each in arrays):
+        warnings.warn(
+            "an array of whole numbers in a batch looks like numbers of another array's rows, as of graphs that are "
+            "merged into one: each array is cut by its own rows, so these numbers would be those of other ranks' rows. "
+            "Pad each graph, so that a row of every array is an example, or let each rank make batches of its own "
+            "(distribute_datasets_from_function).",
+            stacklevel=2,
+        )
+
+
+def _rows_numbered(array: Any) -> int | None:
+    """How many rows of another array those have of which ``array`` may have the numbers; ``None``: it has none."""
+    try:
+        host = adapter_of(array).to_host(array)
+        number = int(host.max()) + 1 if host.dtype.kind in "iu" and host.size else None
+        return None if number == len(host) else number
+    except (RuntimeError, TypeError, ValueError):  # sparse or ragged
+        return None
 
 
 def rows_differ() -> bool:

@@ -8,8 +8,6 @@
     mpijob     Kubeflow's MPI operator                ssh, with keys and a hostfile of the operator
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -27,8 +27,7 @@ class ClusterCoordinator:
 
     A function is run at least once: if its worker is lost, another worker runs it again, although parameter servers may
     have applied its gradients already. An error in a function cancels those that wait; the next ``schedule``, ``join``
-    or ``done`` raises it, and new functions can be scheduled afterwards. After ``join`` the chief's models have the
-    servers' variables.
+    or ``done`` raises it; then others can be scheduled. After ``join`` the chief's models have the servers' variables.
 
     On workers, the first ``schedule``, ``join``, ``done`` or ``fetch`` serves the chief and does not return.
 
@@ -73,7 +72,8 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise ConfigError(f"schedule() takes a function, not a {type(fn).__name__}.")
-        return RemoteValue(self._role.chief().schedule(fn, args or (), kwargs or {}, _LIMIT))
+        chief = self._role.chief()
+        return RemoteValue(chief.schedule(fn, args or (), kwargs or {}, _LIMIT), chief.result_of)
 
     def join(self) -> None:
         """Waits until all functions are done.

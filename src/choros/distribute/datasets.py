@@ -88,8 +88,7 @@ def is_distributed(dataset: Any) -> bool:
 
 def split_batches(data: Any, replicas: Replicas) -> Any:
     """Returns this process's rows of each batch, for ``fit``, of the same kind and with known lengths; a plain iterable
-    becomes a generator; ``data`` may also be a result of ``distribute`` or ``from_function``. ConfigError if it was
-    derived from such a result.
+    becomes a generator; ``data`` may be a result of ``distribute`` or ``from_function``, but not derived from one.
     """
     if is_distributed(data):
         for_fit = getattr(data, _MARK, None)

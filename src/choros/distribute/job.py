@@ -1,7 +1,6 @@
 """The job that this process joins: its initialisation, its replicas, their training of Keras models, its cluster."""
 
 import functools
-import importlib.util
 import logging
 import os
 import random
@@ -23,7 +22,7 @@ from choros.distribute.cluster_resolver import (
 from choros.distribute.fit.training import Training
 from choros.distribute.replicas import ProcessReplicas, Replicas
 from choros.errors import ConfigError
-from choros.frameworks import FRAMEWORKS, missing_backend
+from choros.frameworks import FRAMEWORKS, is_installed, missing_backend
 from choros.parallel.objects import allgather_object, object_of_first
 from choros.settings import current
 from choros.topology import TF_CONFIG, Topology
@@ -38,7 +37,7 @@ _log = logging.getLogger("choros")
 def framework() -> str:
     """Returns Keras' backend, or the imported framework; with none, imports Keras so that models are patched."""
     loaded = [name for name in FRAMEWORKS if sys.modules.get(name) is not None]
-    if "keras" in sys.modules or (not loaded and importlib.util.find_spec("keras") is not None):
+    if "keras" in sys.modules or (not loaded and is_installed("keras")):
         try:
             import keras
         except ImportError as error:

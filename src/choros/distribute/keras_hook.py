@@ -55,7 +55,10 @@ def patch_keras(strategy: Any, *, in_run: bool = False) -> Iterator[None]:
     with _lock:
         _blocks += 1
         if _blocks == 1:
-            _patch_classes()
+            for kind, name, wrapped in _patches():
+                own = vars(kind)[name]
+                _restoring.callback(setattr, kind, name, own)
+                setattr(kind, name, wrapped(own))
     try:
         training.follow_seeds()
         yield
@@ -64,13 +67,6 @@ def patch_keras(strategy: Any, *, in_run: bool = False) -> Iterator[None]:
             _blocks -= 1
             if _blocks == 0:
                 _restoring.close()
-
-
-def _patch_classes() -> None:
-    for kind, name, wrapped in _patches():
-        own = vars(kind)[name]
-        _restoring.callback(setattr, kind, name, own)
-        setattr(kind, name, wrapped(own))
 
 
 def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:

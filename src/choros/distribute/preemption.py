@@ -32,6 +32,7 @@ from choros.distribute.checkpoints import store_of
 from choros.distribute.cluster_resolver import TFConfigClusterResolver
 from choros.distribute.job import join
 from choros.distribute.saving import write_once
+from choros.distribute.variables import settle_variables
 from choros.elastic.preemption import handle
 from choros.errors import ConfigError, StrategyError
 from choros.parallel.objects import allgather_object
@@ -263,6 +264,7 @@ class PreemptionCheckpointHandler:
             return
         self._stage = stage
         with self._timed("save"):
+            settle_variables()
             write_once(lambda: self._store.save(self._runs, *args, **kwargs))
             communicator.barrier(name="checkpoint")  # in fit, write_once does not wait
         if stage == _ENDING:

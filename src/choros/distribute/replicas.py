@@ -121,8 +121,7 @@ class ReplicaContext:
         """Concatenates the replicas' values along ``axis``, on each replica. Gradients flow through it.
 
         Args:
-            value: an array with at least one dimension, or a structure of them; only the dimension ``axis`` may differ
-                between replicas.
+            value: an array of at least one dimension, or a structure of them; replicas may differ in ``axis`` alone.
             axis: the dimension.
             options: has no effect.
         """

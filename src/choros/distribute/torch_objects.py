@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from choros.arrays import framework_adapter
 from choros.comm import Reduction, global_process_set, has_others
 from choros.errors import StrategyError
@@ -35,9 +37,17 @@ _ADVICE = (
 )
 
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Keras', which have steps of their own.
+_models: weakref.WeakSet[Any] = weakref.WeakSet()
 _reducers: weakref.WeakKeyDictionary[Any, GradientReducer] = weakref.WeakKeyDictionary()
 #: The replicas that run.
 _running: list[int] = []
+
+
+def watch_model(model: Any) -> None:
+    """Makes steps of torch's optimizers with a Keras model's parameters, in a ``train_step`` of its own, an error."""
+    _models.add(model)
+    _watch_steps()
 
 
 @contextmanager
@@ -89,11 +99,12 @@ def _check_place(optimizer: Any, *_: Any) -> None:
     if _running or hasattr(optimizer, "synchronize") or not has_others(global_process_set):
         return
     trained = {id(parameter) for module in _modules for parameter in module.parameters(recurse=False)}
+    trained |= {id(parameter) for model in _models for parameter in model.parameters()}
     if any(id(parameter) in trained for parameter in _trained(optimizer)):
         raise StrategyError(
             f"{type(optimizer).__name__}.step() was called outside of strategy.run, where gradients are those of this "
             "process's replica alone: call it in the function that strategy.run runs, or pass the optimizer to "
-            "choros.torch.DistributedOptimizer."
+            "choros.torch.DistributedOptimizer. In the train_step of a Keras model, use an optimizer of Keras."
         )
 
 
@@ -119,9 +130,15 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         adapter.zeros_like(each) if each.grad is None else adapter.to_dense(each.grad, tuple(each.shape))
         for each in parameters
     ]
-    reduced = reducer.reduce(dense if on_device else [adapter.to_host(gradient) for gradient in dense], examples=1)
-    for parameter, result in zip(parameters, reduced, strict=True):
-        parameter.grad = result.data if on_device else adapter.from_host(result, parameter)
+    # Which have a gradient: torch leaves out the others, also what decays or moves without one.
+    have = np.array([each.grad is not None for each in parameters], np.float32)
+    gradients = [*dense, adapter.from_host(have, parameters[0])] if on_device else [*map(adapter.to_host, dense), have]
+    *reduced, sums = reducer.reduce(gradients, examples=1)
+    if not have.all():
+        have = adapter.to_host(sums.data) if on_device else sums
+    for parameter, result, has in zip(parameters, reduced, have, strict=True):
+        own = result.data if on_device else adapter.from_host(result, parameter)
+        parameter.grad = own if has else None
 
 
 def _after_step(optimizer: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:

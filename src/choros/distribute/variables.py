@@ -1,7 +1,6 @@
 """Variables of Keras and TensorFlow that replicas assign, with the meaning that ``tf.distribute`` gives to copies.
 
-Each process has one copy; this table holds in replicas, for TensorFlow's own variables and for Keras', and for Keras'
-in ``fit`` as well::
+Each process has one copy; this holds in replicas, for TensorFlow's variables and Keras', for Keras' also in ``fit``::
 
     synchronization        aggregation          assigned there                           read outside of replicas
     auto, on_write, none   none                 this copy only; TensorFlow's: an error   this copy
@@ -34,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from choros.arrays import adapter_of
-from choros.comm import global_process_set
+from choros.comm import Reduction, global_process_set
 from choros.distribute.scope import doing, in_fit, in_replica, thread
 from choros.errors import ConfigError
 from choros.parallel import ops
@@ -144,7 +143,9 @@ def _average(statistics: Sequence[Any]) -> None:
 
 
 def average_variables(variables: Sequence[Any]) -> None:
-    """Assigns the mean of the processes' values to ``variables`` of Keras, on each process."""
+    """Assigns the mean of the processes' values to ``variables`` of Keras, on each process; to counters of steps, of
+    which a process without rows in some has counted fewer, their maximum.
+    """
     from choros.training.keras_internals.models import local_value
 
     values = [local_value(variable) for variable in variables]
@@ -152,6 +153,12 @@ def average_variables(variables: Sequence[Any]) -> None:
     if not own:
         return
     means = global_process_set.communicator.grouped_allreduce(own, name="statistics")
+    numbers = [index for index, each in enumerate(own) if each.ndim == 0]
+    if numbers:
+        values_and_parts = [[float(own[index]), float(own[index]) % 1] for index in numbers]
+        largest = global_process_set.communicator.allreduce(np.array(values_and_parts), Reduction.MAX, name="counters")
+        for index, (value, part) in zip(numbers, largest, strict=True):
+            means[index] = means[index].dtype.type(value) if part == 0 else means[index]  # whole numbers on all
     for variable, mean in zip(variables, means, strict=True):
         variable.assign(mean)
 
@@ -164,7 +171,12 @@ def share_equally(model: Any) -> None:
 
 
 def settle_variables() -> None:
-    """Before process 0 writes files: gives it the values of ``on_read`` variables that all processes would read."""
+    """Before process 0 writes files: gives it the values of ``on_read`` variables that all processes would read, and
+    the means of statistics; not in ``fit``, nor in what is being written.
+    """
+    if in_fit() or thread.writing_files or global_process_set.communicator.size == 1:
+        return
+    average_statistics()
     if _read_together:
         gc.collect()  # processes may have released variables at different times
     for variable in list(_read_together.values()):
@@ -215,6 +227,18 @@ class _OnRead:
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         _check_not_a_sum(self, "assign_sub")
         return super().assign_sub(value, *args, **kwargs)  # type: ignore[misc]
+
+    def _serialize_to_tensors(self) -> Any:
+        """TensorFlow's own; process 0 has what all would read, as ``settle_variables`` gives it."""
+        with doing("using_own_copy"):
+            return super()._serialize_to_tensors()  # type: ignore[misc]
+
+    def _restore_from_tensors(self, restored: dict[str, Any]) -> Any:
+        """TensorFlow's own, on each process: the copies of a sum have equal shares, as of what is assigned."""
+        if _kind(self) == "sum" and not _is_local(self):
+            restored = {name: _share_of_sum(self, value) for name, value in restored.items()}
+        with doing("using_own_copy"):
+            return super()._restore_from_tensors(restored)  # type: ignore[misc]
 
 
 class _OnReadOfKeras(_OnRead):

@@ -13,14 +13,13 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
 from choros import __version__, durations
 from choros.doctor.facts import DirectoryFacts, MachineFacts, PackageFacts
 from choros.errors import ChorosError, ConfigError
-from choros.frameworks import FRAMEWORKS, choose_keras_backend
+from choros.frameworks import FRAMEWORKS, choose_keras_backend, is_installed
 from choros.launch.driver.machine import count_accelerators, detect_mpirun, own_names
 from choros.launch.plan.cores import allowed_processors, processor_quota, usable_cores
 from choros.launch.plan.mpi_implementations import Mpirun
@@ -47,7 +46,7 @@ def gather(directory: str, mpirun_path: str | None) -> MachineFacts:
     mpirun, mpirun_problem = _mpirun(mpirun_path)
     environ = {**os.environ, **(mpirun.environment() if mpirun else {})}
     accelerators = count_accelerators()
-    programs = {name: code for name, code in _PROGRAMS.items() if _is_found(name)}
+    programs = {name: code for name, code in _PROGRAMS.items() if is_installed(name)}
     programs |= {"devices": _DEVICES} if accelerators else {}
     started = {name: _start(code, environ) for name, code in programs.items()}
     try:
@@ -113,13 +112,6 @@ def _mpirun(path: str | None) -> tuple[Mpirun | None, str]:
         return detect_mpirun(path), ""
     except ChorosError as error:
         return None, str(error)
-
-
-def _is_found(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # a module without a spec
-        return True
 
 
 def _survives(mpirun: Mpirun) -> bool:

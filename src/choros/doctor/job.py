@@ -1,4 +1,4 @@
-"""The job that the doctor tries: two ranks on this machine, or one on each host."""
+"""The job that the doctor tries, two ranks on this machine or one on each host, and the program of a rank."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.hosts import Host
 from choros.settings import VARIABLES
 
-_RANK = (sys.executable, "-P", "-m", "choros.doctor.rank")
+_RANK = (sys.executable, "-P", "-m", "choros.doctor.job")
 #: Settings that make a job leave files, or fail as it is asked to.
 _LEFT_OUT = ("timeline", "autotune_log", "commit_dir", "chaos")
 _SSH = ("ssh_port", "ssh_identity_file", "ssh_command")
@@ -27,6 +27,8 @@ def try_job(arguments: Arguments, hosts: Sequence[Host]) -> Finding:
     where = f"One rank on each of {names}" if len(hosts) > 1 else f"Two ranks on {names}"
     limits = ("--timeout", f"{durations.DOCTOR_JOB:g}", "--start-timeout", f"{durations.DOCTOR_JOB:g}")
     argv = [sys.executable, "-P", "-m", "choros.launch.cli", "-np", str(ranks), *flags, *limits, *_RANK]
+    rows = [VARIABLES[name] for name in _LEFT_OUT]
+    left_out = {name for row in rows for name in (row.name, *(alias.name for alias in row.aliases))}
     began = time.monotonic()
     try:
         done = subprocess.run(
@@ -37,7 +39,7 @@ def try_job(arguments: Arguments, hosts: Sequence[Host]) -> Finding:
             text=True,
             errors="replace",
             timeout=2 * durations.DOCTOR_JOB,
-            env=_environment(),
+            env={name: value for name, value in os.environ.items() if name not in left_out},
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -61,7 +63,19 @@ def _flags(arguments: Arguments, hosts: Sequence[Host]) -> list[str]:
     return flags
 
 
-def _environment() -> dict[str, str]:
-    rows = [VARIABLES[name] for name in _LEFT_OUT]
-    left_out = {name for row in rows for name in (row.name, *(alias.name for alias in row.aliases))}
-    return {name: value for name, value in os.environ.items() if name not in left_out}
+def main() -> None:
+    """Runs a rank: it fails if the average of 1 MiB of the ranks' numbers is not what it must be."""
+    import numpy as np
+
+    import choros
+    from choros.parallel.ops import allreduce
+
+    choros.init()
+    average = allreduce(np.full(1 << 18, choros.rank(), np.float32))
+    expected = (choros.size() - 1) / 2
+    if not (average == expected).all():
+        raise SystemExit(f"the average of the ranks' numbers is {average[0]}, and must be {expected}")
+
+
+if __name__ == "__main__":
+    main()

@@ -39,6 +39,8 @@ _LEAVING = Request("ranks that were asked to end", spec=CollectiveSpec("agreemen
 _asked = 0
 #: Whether all ranks commit by ``end_job`` if the job ends.
 _commits: Callable[[], bool] = bool
+#: What ends the handlers of this process, the last one first.
+_handling: list[Callable[[], None]] = []
 
 
 def watch_signals(commits: Callable[[], bool] | None = None) -> Callable[[], None]:
@@ -67,15 +69,40 @@ def watch_signals(commits: Callable[[], bool] | None = None) -> Callable[[], Non
 
 
 def handle(signals: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Callable[[], None]:
-    """Lets ``handler`` handle signals until the returned function is called, in the main thread like this one."""
+    """Lets ``handler`` handle signals until the returned function is called, in the main thread like this one.
+    Processes that this one forks are ended by them, as those of ``multiprocessing`` must be.
+    """
     before = {number: signal.signal(number, handler) for number in signals}
 
     def stop() -> None:
+        if stop in _handling:
+            _handling.remove(stop)
         for number, previous in before.items():
             if previous is not None and signal.getsignal(number) is handler:  # ``None``: not Python's own
                 signal.signal(number, previous)
 
+    if before:
+        _handling.insert(0, stop)
     return stop
+
+
+def _before_fork() -> None:
+    """Python forgets signals that the new process gets before it can end the handlers: until then they wait."""
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _in_child() -> None:
+    while _handling:
+        _handling[0]()
+    _after_fork()
+
+
+_mask = threading.local()
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
 
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:

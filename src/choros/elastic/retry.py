@@ -45,8 +45,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     ``func`` is called when all ranks have the same state. When a rank is lost, a collective raises
     ``HorovodInternalError`` on all others; when hosts have changed, ``state.commit()`` or
     ``state.check_host_updates()`` raises ``HostsUpdatedInterrupt``. ``func`` must let both pass. It is then called
-    again, by the ranks that are left and those that are new, with the state of the last commit, or in the second case
-    with the current one.
+    again, by the ranks that are left or new, with the state of the last commit, or in the second case the current one.
 
     The job must have been started by ``chorosrun`` with ``--min-np``; in any other, a lost rank ends it.
 

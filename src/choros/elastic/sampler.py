@@ -2,6 +2,7 @@
 
 import math
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
@@ -55,6 +56,8 @@ class ElasticSampler:
         self._ledger = Ledger.of_epoch(0, size())
         self._batch_size = self._last_batch_size = 0
         self._joins = self._restored = False
+        #: The ledger of the last iteration that ``has_left`` has begun.
+        self._begun: Ledger | None = None
         on_change(self._changed)
         watch_signals()
 
@@ -71,7 +74,7 @@ class ElasticSampler:
         Args:
             epoch: the epoch, which determines the order.
         """
-        restored, self._restored = self._restored, False
+        restored, self._restored, self._begun = self._restored, False, None
         if epoch != self.epoch or (self._ledger.is_done(self._length) and not restored):
             self._ledger = Ledger.of_epoch(epoch, size())
             self._forget_batch_size()
@@ -86,9 +89,10 @@ class ElasticSampler:
             batch_size: the number of examples of this rank's batch, or the loader's batch size.
         """
         del batch_idx
-        # The last batch of another rank may have one example more.
         self._batch_size = max(self._batch_size, batch_size)
-        self._step(self._batch_size)
+        # The last batch of another rank, which may be its only one, may have one example more.
+        is_last = self._number_of(rank()) <= self._batch_size
+        self._step(max(self._batch_size, self._last_batch_size) if is_last else self._batch_size)
 
     def record_indices(self, indices: Sized) -> None:
         """Records that this rank has processed the next ``len(indices)`` examples, and each other rank as many."""
@@ -102,22 +106,36 @@ class ElasticSampler:
     def has_left(self) -> bool:
         """Whether the epoch has examples that no rank has processed; if so, they are sharded over the ranks.
 
-        All ranks must call it together: at the beginning of an epoch, and when all have ended their iterations.
+        All ranks must call it together: at the beginning of an epoch, and when all have ended their iterations. The
+        epoch ends, with a warning, if no rank has recorded anything since the last call.
         """
         self._joins = True
         communicator, name = global_process_set.communicator, "examples of a sampler"
-        counts = communicator.atomic(  # a rank that is lost in it changes the counts
-            lambda: communicator.allreduce(np.array(self._ledger.counts), Reduction.MAX, name=name)
-        )
-        self._ledger = self._ledger.counted(counts.tolist())
+
+        def collective() -> Any:  # a rank that is lost in it changes the counts
+            counts = (int(self._ledger != self._begun), *self._ledger.counts)
+            return communicator.allreduce(np.array(counts), Reduction.MAX, name=name).tolist()
+
+        has_changed, *counts = communicator.atomic(collective)
+        self._ledger = self._ledger.counted(counts)
         if self._ledger.is_done(self._length):
             return False
+        if not has_changed:
+            left = sum(len(part.batches) for part in self._ledger.left_over(self._length))
+            warnings.warn(
+                f"the epoch ends without {left} of its {len(self.dataset)} examples: ranks have iterated over them, "
+                "and recorded none. A DataLoader with drop_last=True has no batch of them; else call record_batch() "
+                "after each step.",
+                stacklevel=2,
+            )
+            return False
         self.reset()
+        self._begun = self._ledger
         return True
 
     def reset(self) -> None:
         """Shards what no rank has processed over the ranks that there are now."""
-        self._ledger = self._ledger.resharded(size(), self._length)
+        self._ledger, self._begun = self._ledger.resharded(size(), self._length), None
         self._forget_batch_size()
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,12 +149,15 @@ class ElasticSampler:
         self.reset()
 
     def __iter__(self) -> Iterator[int]:
-        order, numbers = self._order(), self._numbers()
+        order, numbers = list(range(len(self.dataset))), self._numbers()
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)  # noqa: S311
         for part in self._ledger.of_rank(rank()):
             for position in part.closed(self._length).batches:
                 yield order[position * part.shards + part.shard]
-        batch_size = self._batch_size or self._last_batch_size
-        if batch_size and not self._joins:
+        # Before it is known, as where a loader's workers read ahead: equal numbers of examples are of equal batches.
+        batch_size = self._batch_size or self._last_batch_size or 1
+        if not self._joins:
             batches = [math.ceil(number / batch_size) for number in numbers]
             if batches[rank()] < max(batches):
                 yield order[rank() % len(order)]
@@ -147,9 +168,10 @@ class ElasticSampler:
 
     def _numbers(self) -> list[int]:
         """The number of examples that each rank has."""
-        return [
-            sum(len(part.closed(self._length).batches) for part in self._ledger.of_rank(each)) for each in range(size())
-        ]
+        return list(map(self._number_of, range(size())))
+
+    def _number_of(self, each: int) -> int:
+        return sum(len(part.closed(self._length).batches) for part in self._ledger.of_rank(each))
 
     def _forget_batch_size(self) -> None:
         self._last_batch_size = self._batch_size or self._last_batch_size
@@ -157,12 +179,6 @@ class ElasticSampler:
 
     def _length(self, shard: int, shards: int) -> int:
         return len(range(shard, len(self.dataset), shards))
-
-    def _order(self) -> list[int]:
-        indices = list(range(len(self.dataset)))
-        if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(indices)  # noqa: S311
-        return indices
 
     def _changed(self, change: Change) -> None:
         self._ledger = self._ledger.lost(change.new_ranks)

@@ -30,9 +30,7 @@ _INT8 = (1 + 4 / 256) / 4
 
 @dataclass(frozen=True)
 class Machines:
-    """Hosts of ``per_host`` ranks each: the link ``between`` two hosts, that all ranks of a host share, and the memory
-    ``within`` one.
-    """
+    """Hosts of ``per_host`` ranks: the link ``between`` two, which a host's ranks share; the memory ``within`` one."""
 
     between: Link
     within: Link

@@ -30,8 +30,7 @@ def of_slices(process_set: ProcessSet, number: Any) -> Iterator[None]:
 def clip_by_global_norm(max_norm: Any) -> Any:
     """Returns ``optax.clip_by_global_norm`` that also works in ``distributed(…, shard_state=True)``.
 
-    There the norm is that of the gradients of all ranks' slices, one number that ranks sum in each step. Elsewhere it
-    is optax's own.
+    There the norm is that of the gradients of all ranks' slices, a number summed in each step; elsewhere, optax's own.
 
     Args:
         max_norm: the largest norm of all gradients together: larger gradients are scaled to it.
@@ -75,7 +74,8 @@ def clip_by_global_norm(max_norm: Any) -> Any:
 
 def _squares(gradients: Any, number: Any) -> Any:
     """The sum of the squares of all items."""
-    total = jnp.zeros((), jnp.float32) + 0 * number
+    # A rank may have no item, so its dtypes do not tell what those of others are promoted to.
+    total = jnp.zeros((), jnp.float64 if jax.config.jax_enable_x64 else jnp.float32) + 0 * number
     for gradient in jax.tree.leaves(gradients):
         if jnp.issubdtype(gradient.dtype, jnp.inexact):
             total += jnp.sum(jnp.square(jnp.abs(gradient)), dtype=jnp.promote_types(jnp.float32, gradient.real.dtype))

@@ -36,9 +36,7 @@ _RANDOM = ("random_", "threefry", "rng_")
 
 
 class _Leaf(NamedTuple):
-    """The arrays that a value depends on; ``by_item``: each item on the items at its place, in a part of an array as
-    in all of it.
-    """
+    """The arrays a value depends on; ``by_item``: each item on those at its place, in a part of an array as in all."""
 
     arrays: frozenset[int]
     by_item: bool
@@ -188,7 +186,8 @@ def _results(step: Any, its: Any, arguments: Sequence[_Leaf]) -> list[_Leaf]:
     if name == "broadcast_in_dim" and (before == after or (not value.arrays and not before)):
         return [value]
     # What depends neither on arrays nor on their shapes is the same for a part of an array.
-    resized = any(map(_is_resized, (*step.invars, *step.outvars), (*its.invars, *its.outvars)))
+    pairs = zip((*step.invars, *step.outvars), (*its.invars, *its.outvars), strict=False)
+    resized = any(one.aval.shape != two.aval.shape for one, two in pairs)
     return [value._replace(by_item=value.by_item and not value.arrays and not resized)] * number
 
 
@@ -199,7 +198,3 @@ def _joined(values: Sequence[_Leaf]) -> _Leaf:
 def _function(step: Any) -> Any:
     functions = [each for each in step.params.values() if hasattr(each, "eqns") or hasattr(each, "jaxpr")]
     return getattr(functions[0], "jaxpr", functions[0])
-
-
-def _is_resized(variable: Any, other: Any) -> bool:
-    return bool(variable.aval.shape != other.aval.shape)

@@ -125,6 +125,6 @@ def of_models(layout: SliceLayout, models: tuple[int, ...]) -> SliceLayout:
 
 def trained_of(tree: Any) -> dict[int, Any]:
     """The leaves that have gradients, with their indices: arrays of floating-point numbers."""
-    leaves = enumerate(jax.tree.leaves(tree))
-    arrays = {index: jnp.asarray(leaf) for index, leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray, float))}
+    leaves, kinds = enumerate(jax.tree.leaves(tree)), (jax.Array, np.ndarray, np.generic, float)
+    arrays = {index: jnp.asarray(leaf) for index, leaf in leaves if isinstance(leaf, kinds)}
     return {index: array for index, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.inexact)}

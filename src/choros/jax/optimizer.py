@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
-import numpy as np
 
 from choros.comm import ProcessSet, Reduction, global_process_set, joining
 from choros.errors import ConfigError
@@ -113,7 +112,7 @@ def _reducing(tx: Any, reduction: GradientReduction) -> Any:
         return optax.GradientTransformationExtraArgs(sliced.init, sliced.update)
 
     def init(params: Any) -> Any:
-        reduction.layout = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in trained_of(params).values())
+        reduction.know(trained_of(params))
         return tx.init(params)
 
     def update(updates: Any, state: Any, params: Any = None, *, examples: Any = 1, **extra_args: Any) -> Any:

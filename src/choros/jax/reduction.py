@@ -1,6 +1,6 @@
 """The reduction of the gradients of an optax transformation, whole or in slices, by one host call."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, final
@@ -31,7 +31,7 @@ _NUMBER = ArraySpec((), np.dtype(np.int32))
 
 @final
 class GradientReduction:
-    """Reduces one transformation's gradients; ``layout`` is from ``init``: a rank may join before it has a gradient.
+    """Reduces one transformation's gradients; ``layout`` is from ``init``, as a rank may join before it has a gradient.
     ``shards_state``: in slices, which ranks that have joined do not have.
     """
 
@@ -39,6 +39,10 @@ class GradientReduction:
         self.reducer = reducer
         self.shards_state = shards_state
         self.layout: Layout | None = None
+
+    def know(self, gradients: Mapping[int, Any]) -> None:
+        """Notes the layout of these gradients, or of their parameters."""
+        self.layout = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in gradients.values())
 
     def check_initialized(self) -> None:
         """An error before ``init()``."""
@@ -52,6 +56,8 @@ class GradientReduction:
         trained = trained_of(updates)
         if not self.reducer.active or not trained:
             return updates
+        if self.layout is None:  # ``init`` was not called, as the state was read from a file
+            self.know(trained)
         outputs = [*map(ADAPTER.spec, trained.values()), _FLAG]
         arrays = [_as_count(examples), *trained.values()]
         keeps = self.reducer.may_repeat

@@ -184,7 +184,8 @@ class SlicedUpdate:
             if path not in owners:
                 values.append(np.asarray(own[path]))
                 continue
-            dtype = next(each[path][1] for each in kinds if path in each)  # the steps may have changed it
+            # The steps may have changed it; of an array without items no rank has a slice.
+            dtype = next((each[path][1] for each in kinds if path in each), spec.dtype)
             layout = SliceLayout(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
             items = np.asarray(own.get(path, np.empty(0)), dtype).reshape(-1)[: layout.items(division.rank)]
             values += gather_slices(process_set.communicator, [layout], [items], name=self._reduction.reducer.name)
@@ -237,8 +238,7 @@ def whole_state(tx: Any, state: Any, params: Any) -> Any:
         params: the parameters.
 
     Returns:
-        The state of the transformation that ``distributed`` was given, of NumPy arrays, the same on every rank. With
-        one rank, ``state``.
+        The state of ``distributed``'s transformation, of NumPy arrays, the same on every rank; of one rank, ``state``.
 
     Raises:
         ConfigError: ``tx`` or ``state`` is another one, or it was called inside ``jax.jit``.

@@ -23,7 +23,7 @@ from choros.training.callbacks import (
     MetricAverageCallback,
 )
 from choros.training.distributed_optimizer import reducer_of
-from choros.training.keras_internals.models import innermost, learning_rate_of
+from choros.training.keras_internals.models import innermost, learning_rate_of, velocities_of
 from choros.training.metrics import count_examples
 from choros.training.tensorboard import TensorBoard
 
@@ -151,7 +151,7 @@ class LearningRateScheduleCallback(EpochCallback):
         optimizer.learning_rate = rate
         inner = innermost(optimizer)
         if self.momentum_correction and previous > 0 and getattr(inner, "momentum", None):
-            for velocity in inner.momentums:
+            for velocity in velocities_of(inner):
                 velocity.assign(velocity * (rate / previous))
 
 
@@ -267,17 +267,12 @@ class BestModelCheckpoint(EpochCallback):
         self.best = value
         if topology().rank == 0:
             path = Path(str(self.filepath).format(epoch=epoch + 1, **logs))
-            self._save(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save = self.model.save_weights if self.save_weights_only else self.model.save
+            save(path, overwrite=True)
+            events.emit(Kind.CHECKPOINT, str(path))
             if self.verbose:
                 _print(f"Epoch {epoch + 1}: {self.monitor} {value:.5g}, saved to {path}.")
-
-    def _save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if self.save_weights_only:
-            self.model.save_weights(path, overwrite=True)
-        else:
-            self.model.save(path, overwrite=True)
-        events.emit(Kind.CHECKPOINT, str(path))
 
 
 @final

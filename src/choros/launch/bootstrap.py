@@ -63,21 +63,15 @@ def _receive() -> bytes:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     if topology.size > 1 or VARIABLES["elastic"].read(os.environ):  # which may have other ranks later
-        body = _broadcast(body)
+        from choros.comm import init, shutdown
+        from choros.parallel.objects import broadcast_object
+
+        init()
+        body = broadcast_object(body, root_rank=0, name="the function given to choros.run")
+        shutdown()  # the function initialises choros itself
     if body is None:
         raise ConfigError("a rank that joins later cannot have what choros.run calls: it is larger than 256 MiB.")
     return body
-
-
-def _broadcast(body: bytes | None) -> bytes:
-    """Broadcasts rank 0's ``body``; then shuts choros down, because the function initialises it itself."""
-    from choros.comm import init, shutdown
-    from choros.parallel.objects import broadcast_object
-
-    init()
-    received: bytes = broadcast_object(body, root_rank=0, name="the function given to choros.run")
-    shutdown()
-    return received
 
 
 def _send(result: Any) -> None:

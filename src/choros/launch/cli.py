@@ -17,7 +17,7 @@ from choros.errors import ChorosError, LaunchError
 from choros.frameworks import installed, runs_here
 from choros.launch.driver.launcher import dry_run_command, launch
 from choros.launch.driver.machine import count_accelerators, detect_mpirun, full_name, own_names, run_script, version_of
-from choros.launch.driver.output import output_of, use_colour, write_all
+from choros.launch.driver.output import output_of, use_colour, write_screen
 from choros.launch.options import OF_HOROVODRUN, PARAMETERS, GroupedCommand
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.command import dry_run_text
@@ -56,7 +56,7 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
     check(given, lambda: "torch" in installed() or not runs_here(command, os.environ))
     arguments = arguments_of(given)
     for sentence in unused(given):
-        click.echo(f"chorosrun: {sentence}", err=True)
+        _say(sentence)
     if given["dry_run"]:
         mpirun = detect_mpirun(arguments.mpirun)
         job = arguments.job(command, os.environ, own_names, count_accelerators, discover=run_script)
@@ -74,7 +74,7 @@ def _launch(command: tuple[str, ...], arguments: Arguments) -> int:
     if not job.remote:
         problem = missing_command(command[0])
         if problem is not None:
-            click.echo(f"chorosrun: {problem}", err=True)
+            _say(problem)
             return 127
     with _writing(arguments) as write:
         colour = use_colour(os.environ, os.isatty(1) and os.isatty(2))
@@ -85,11 +85,9 @@ def _launch(command: tuple[str, ...], arguments: Arguments) -> int:
 
 @contextmanager
 def _writing(arguments: Arguments) -> Iterator[Callable[[int, bytes], None]]:
-    """A context with what writes to the descriptors 1 and 2: beside the live view, if that is wanted and there can be
-    one.
-    """
+    """A context with what writes to descriptors 1 and 2: beside the live view, if it is wanted and there can be one."""
     if not arguments.view:
-        yield write_all
+        yield write_screen
         return
     from choros.launch.driver.live_view import LiveView, view_problem  # takes 5 ms
 
@@ -99,8 +97,8 @@ def _writing(arguments: Arguments) -> Iterator[Callable[[int, bytes], None]]:
             yield view.write
         return
     if problem:
-        click.echo(f"chorosrun: {problem}; output is shown as lines.", err=True)
-    yield write_all
+        _say(f"{problem}; output is shown as lines.")
+    yield write_screen
 
 
 def _launch_in(cluster: ClusterHost, command: tuple[str, ...], arguments: Arguments) -> int:
@@ -192,19 +190,24 @@ def main(arguments: Sequence[str] | None = None, *, abbreviations: bool = False)
         normalize = unabbreviated if abbreviations else None
         code = chorosrun.main(argv, prog_name="chorosrun", standalone_mode=False, token_normalize_func=normalize)
     except click.ClickException as error:
-        click.echo(f"chorosrun: {error.format_message()}\nTry chorosrun --help.", err=True)
+        _say(f"{error.format_message()}\nTry chorosrun --help.")
         code = error.exit_code
     except ChorosError as error:
-        click.echo(f"chorosrun: {error}", err=True)
+        _say(str(error))
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = 130
     except OSError as error:  # too many open files, no memory, a full standard output
-        with suppress(OSError):
-            click.echo(f"chorosrun: the operating system refused what chorosrun needs: {error}", err=True)
+        _say(f"the operating system refused what chorosrun needs: {error}")
         code = LaunchError.exit_code
     _close_standard_streams()
     sys.exit(code)
+
+
+def _say(text: str) -> None:
+    """Says something on standard error, if that is read."""
+    with suppress(OSError):
+        click.echo(f"chorosrun: {text}", err=True)
 
 
 def _open_standard_streams() -> None:

@@ -90,8 +90,8 @@ class _WholeNumberType(click.types.IntParamType):
         return super().convert(value.removeprefix("p") if glued else value, param, ctx)
 
 
-class _SecondsType(click.types.FloatParamType):
-    name = "number of seconds"
+_SECONDS = click.types.FloatParamType()
+_SECONDS.name = "number of seconds"
 
 
 def _type_of(value: Value) -> Any:
@@ -100,7 +100,7 @@ def _type_of(value: Value) -> Any:
     if value.types == (int,):
         return _WholeNumberType()
     if value.is_number:
-        return _SecondsType() if value in (SECONDS, SECONDS_OR_ZERO) else float
+        return _SECONDS if value in (SECONDS, SECONDS_OR_ZERO) else float
     return click.Path(dir_okay=False) if value is FILE else str
 
 

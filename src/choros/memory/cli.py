@@ -9,7 +9,7 @@ from choros import durations
 from choros.bench.cases import parse_ranks
 from choros.bench.report import check_writable, show, write_json
 from choros.launch.driver.output import shown_if_slow
-from choros.memory.inspection import Subject, inspect_subject
+from choros.memory.inspection import SAVED, inspect_subject
 from choros.memory.model import parse_memory
 from choros.memory.report import MemoryOutlook
 
@@ -60,13 +60,11 @@ def memory(
     """See ``_HELP``."""
     check_writable("--json", json_file)
     numbers = sorted(parse_ranks("--np", ranks))
-    limit = None if fit is None else parse_memory("--fit", fit)
-    subject = Subject(file, arguments, batch)
-    subject.check()
-    what = "loading" if subject.is_saved else "running"
+    limit = None if fit is None else parse_memory(fit)
+    what = "loading" if file.suffix == SAVED else "running"
     message = f"choros memory: {what} {file} on one process …"
     with shown_if_slow(message, durations.MEMORY_PROGRESS, partial(click.echo, err=True)):
-        model = inspect_subject(subject)
+        model = inspect_subject(file, arguments, batch)
     title = f"{file}: {model.parameters:,} parameters, {model.optimizer}"
     outlook = MemoryOutlook(title, model, numbers, fit or "", limit)
     show(outlook.table())

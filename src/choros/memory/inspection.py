@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,50 +21,34 @@ SAVED = ".keras"
 _RELEASING = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is inspected: a script and its arguments, or a saved model and the rows of a batch to train it with."""
-
-    path: Path
-    arguments: tuple[str, ...] = ()
-    batch: int | None = None
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether it is a model's file."""
-        return self.path.suffix == SAVED
-
-    def check(self) -> None:
-        """Raises a ``ConfigError`` if it cannot be inspected."""
-        if not self.path.is_file():
-            raise ConfigError(f"{self.path}: there is no such file. Give a training script, or a model's {SAVED} file.")
-        if not self.is_saved and self.path.suffix != ".py":
-            raise ConfigError(f"{self.path}: expected a Python script (.py) or a model that Keras has saved ({SAVED}).")
-        if not self.is_saved and self.batch is not None:
-            raise ConfigError(f"--batch {self.batch}: only for a model's file. A script has its own batch size.")
-        if self.is_saved and self.arguments:
-            raise ConfigError(f"{' '.join(self.arguments)}: a model's file takes no arguments; a script does.")
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The arguments of ``subject.py``."""
-        if self.is_saved:
-            return ("load_file", str(self.path), str(self.batch or 0))
-        return ("run_script", str(self.path), *self.arguments)
-
-
-def inspect_subject(subject: Subject) -> TrainedModel:
-    """Returns what ``subject`` trains; a ``ConfigError`` if it does not train, a ``ChorosError`` if it fails."""
+def inspect_subject(path: Path, arguments: Sequence[str], batch: int | None) -> TrainedModel:
+    """Returns what a script with ``arguments`` trains, or a saved model, which is itself trained on ``batch`` rows, if
+    these are given; a ``ConfigError`` if it does not train, a ``ChorosError`` if it fails.
+    """
+    _check(path, arguments, batch)
+    words = ("load_file", str(path), str(batch or 0)) if path.suffix == SAVED else ("run_script", str(path), *arguments)
     with tempfile.TemporaryDirectory(prefix="choros-memory-") as directory:
         file, log = Path(directory) / "findings.json", Path(directory) / "output"
-        code = _run((sys.executable, "-m", "choros.memory.subject", str(file), *subject.words), log)
+        code = _run((sys.executable, "-m", "choros.memory.subject", str(file), *words), log)
         found = json.loads(file.read_text()) if file.exists() else {}
         if code != 0 and "error" not in found:
             reason = reason_in(log.read_text(errors="replace"), f"exit code {code}")
-            raise ChorosError(f"{subject.path} failed before it was measured: {reason}")
+            raise ChorosError(f"{path} failed before it was measured: {reason}")
     if "model" not in found:
-        raise ConfigError(found.get("error", f"{subject.path} has ended its process without a training step."))
+        raise ConfigError(found.get("error", f"{path} has ended its process without a training step."))
     return TrainedModel.from_json(found["model"])
+
+
+def _check(path: Path, arguments: Sequence[str], batch: int | None) -> None:
+    is_saved = path.suffix == SAVED
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file. Give a training script, or a model's {SAVED} file.")
+    if not is_saved and path.suffix != ".py":
+        raise ConfigError(f"{path}: expected a Python script (.py) or a model that Keras has saved ({SAVED}).")
+    if not is_saved and batch is not None:
+        raise ConfigError(f"--batch {batch}: only for a model's file. A script has its own batch size.")
+    if is_saved and arguments:
+        raise ConfigError(f"{' '.join(arguments)}: a model's file takes no arguments; a script does.")
 
 
 def _run(command: tuple[str, ...], log: Path) -> int:

@@ -114,15 +114,15 @@ def first_fit(needs: Iterable[RankBytes], limit: int) -> int | None:
     return min((each.ranks for each in needs if each.total <= limit), default=None)
 
 
-def parse_memory(option: str, text: str) -> int:
-    """Parses a size of memory into bytes, or raises a ``ConfigError``: GB, or G, are 10⁹ bytes, GiB 2³⁰.
+def parse_memory(text: str) -> int:
+    """Parses the size of ``--fit`` into bytes, or raises a ``ConfigError``: GB, or G, are 10⁹ bytes, GiB 2³⁰.
 
-    >>> parse_memory("--fit", "24GB"), parse_memory("--fit", "1.5 GiB"), parse_memory("--fit", "80g")
+    >>> parse_memory("24GB"), parse_memory("1.5 GiB"), parse_memory("80g")
     (24000000000, 1610612736, 80000000000)
     """
     match = _MEMORY.fullmatch(text.strip())
     unit = _UNITS.get(match[2].lower()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size == 0:
-        raise ConfigError(f"{option} {text}: expected a size of memory, such as 24GB, 24GiB or 80G.")
+        raise ConfigError(f"--fit {text}: expected a size of memory, such as 24GB, 24GiB or 80G.")
     return size

@@ -36,32 +36,17 @@ from choros.memory.model import TrainedModel
 _SETTLED, _MEASURED = 2, 3
 
 
-@final
-class Findings:
-    """What is known so far, in a file: a model, or an error."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def model(self, found: TrainedModel) -> None:
-        """Writes what a model needs."""
-        self._write({"model": asdict(found)})
-
-    def error(self, sentence: str) -> None:
-        """Writes why nothing is known, unless a model is."""
-        if not self._path.exists():
-            self._write({"error": sentence})
-
-    def _write(self, content: dict[str, Any]) -> None:
-        with unfinished(self._path) as name:
-            name.write_text(json.dumps(content))
+def write_findings(file: Path, **found: object) -> None:
+    """Writes what is known so far: a ``model``, or the ``error`` that says why there is none."""
+    with unfinished(file) as name:
+        name.write_text(json.dumps(found))
 
 
 @final
 class StepMeter:
     """Measures the steps of the first model that is trained, and ends the process after the last one of interest."""
 
-    def __init__(self, findings: Findings, *, assumed: bool = False) -> None:
+    def __init__(self, findings: Path, *, assumed: bool = False) -> None:
         self._findings = findings
         self._assumed = assumed
         self._model: Any = None
@@ -77,7 +62,7 @@ class StepMeter:
         self._steps += 1
         if self._steps == 1:
             self._found = replace(_trained(model), assumed=self._assumed)
-            self._findings.model(self._found)
+            write_findings(self._findings, model=asdict(self._found))
         elif self._steps == _SETTLED:
             self._before = _settled_bytes()
         elif self._steps == _MEASURED and self._found is not None:
@@ -92,7 +77,7 @@ class StepMeter:
             found = replace(
                 found, activations=max(0, peak - before - (gradients - kept)), rest=max(0, before - known - kept)
             )
-        self._findings.model(found)
+        write_findings(self._findings, model=asdict(found))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # what a script does after training, such as saving, is not done
@@ -181,7 +166,7 @@ def _watch(keras: Any, meter: StepMeter) -> None:
     keras.Model.fit = fit
 
 
-def run_script(findings: Findings, script: str, *arguments: str) -> None:
+def run_script(findings: Path, script: str, *arguments: str) -> None:
     """Runs the script as Python does, until the step that is measured."""
     meter = StepMeter(findings)
     sys.meta_path.insert(0, _AfterImport("keras", lambda keras: _watch(keras, meter)))
@@ -192,29 +177,31 @@ def run_script(findings: Findings, script: str, *arguments: str) -> None:
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
-    findings.error(
-        f"{script} has ended without a training step. Expected a script whose Keras model trains by fit(), on one "
-        "process, too."
-    )
+    if not findings.exists():
+        error = (
+            f"{script} has ended without a training step. Expected a script whose Keras model trains by fit(), on one "
+            "process, too."
+        )
+        write_findings(findings, error=error)
 
 
-def load_file(findings: Findings, file: str, batch: str) -> None:
+def load_file(findings: Path, file: str, batch: str) -> None:
     """Loads a model that Keras has saved, and trains it on ``batch`` rows of random numbers; ``0``: it does not."""
     import keras
 
     try:
         model = keras.saving.load_model(file)
     except Exception as error:  # noqa: BLE001 # whatever a file has that is no model
-        findings.error(f"{file} cannot be loaded as a model of Keras: {error}")
+        write_findings(findings, error=f"{file} cannot be loaded as a model of Keras: {error}")
         return
     given = getattr(model, "optimizer", None)
     optimizer = given or keras.optimizers.Adam()
     if not model.built:
-        findings.error(f"{file} has no weights yet: build the model, or train it, before it is saved.")
+        write_findings(findings, error=f"{file} has no weights yet: build the model, or train it, before it is saved.")
         return
     from choros.memory.objects import trained_model
 
-    findings.model(replace(trained_model(model, optimizer), assumed=given is None))
+    write_findings(findings, model=asdict(replace(trained_model(model, optimizer), assumed=given is None)))
     if int(batch):
         _train(model, optimizer, int(batch), StepMeter(findings, assumed=given is None))
 
@@ -256,12 +243,11 @@ def _train(model: Any, optimizer: Any, batch: int, meter: StepMeter) -> None:
 
 def main(file: str, what: str, *words: str) -> None:
     """Runs ``what``, which is ``run_script`` or ``load_file``, and leaves its findings in ``file``."""
-    findings = Findings(Path(file))
+    findings = Path(file)
     try:
         {each.__name__: each for each in (run_script, load_file)}[what](findings, *words)
     except ConfigError as error:
-        Path(file).unlink(missing_ok=True)
-        findings.error(str(error))
+        write_findings(findings, error=str(error))
 
 
 if __name__ == "__main__":

@@ -74,8 +74,7 @@ def _log_events(config: Config, environ: Mapping[str, str]) -> Callable[[], None
     return listen(lambda event: _log.debug("%s", event))
 
 
-#: Each starts a listener, given the configuration and the environment, and returns what removes it; ``None``: it is
-#: not enabled.
+#: Each starts a listener, given configuration and environment; returns what removes it, ``None`` if it is not enabled.
 LISTENERS: tuple[Callable[[Config, Mapping[str, str]], Callable[[], None] | None], ...] = (
     _send_to_wrapper,
     chaos.start,  # chorosrun --chaos

@@ -1,6 +1,5 @@
 """The Python stacks of a rank and its children, as py-spy, another program, reads them from memory: also if they are
-stopped, in an endless loop or in C. With ``--nonblocking`` it does not stop them: it fails if a stack changes
-then, and is asked again.
+stopped, in an endless loop or in C. ``--nonblocking`` does not stop them, fails if a stack changes, and is asked again.
 """
 
 import json
@@ -57,7 +56,7 @@ def stopped_above(pid: int) -> int:
 def _status(pid: int) -> tuple[str, int]:
     """Returns the state of a process, as the kernel abbreviates it, and its parent; ``("", 0)`` if it has gone."""
     try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        state, parent = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
     except OSError:
         return "", 0
     return state, int(parent)

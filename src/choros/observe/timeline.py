@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, final
 
 from choros.observe.events import Event, Kind, listen
+from choros.ownership import overwrite
 
 #: The kinds of events in a timeline. ``WAITING`` shows how long a rank has waited that is killed before its wait ends.
 RECORDED = (
@@ -174,9 +175,8 @@ class PartWriter:
 def _create(path: Path) -> int:
     """Creates a file, and its directory, which ranks that end an earlier timeline may remove at the same time."""
     for _ in range(_TRIES):
-        path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+            return overwrite(path, os.O_APPEND)
     raise FileNotFoundError(f"{path.parent} is removed again and again")
 
 

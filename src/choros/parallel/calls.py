@@ -134,8 +134,8 @@ class CollectiveCall:
     def _plan(self, dtype: np.dtype[Any]) -> tuple[CollectiveCall, np.dtype[Any]]:
         """What to do with arrays of ``dtype``, and the dtype to send."""
         wire = dtype if dtype == BFLOAT16 else self.compression.wire_dtype(dtype)
-        if self.op is Reduction.AVERAGE and wire != dtype:
-            # Divided before the cast: the sum may overflow the narrower dtype.
+        if self.op is Reduction.AVERAGE and (wire != dtype or wire == np.float16):
+            # Divided before the cast, as the sum may overflow.
             before = self.prescale_factor / self.communicator.size
             return replace(self, op=Reduction.SUM, prescale_factor=before), wire
         if self.op is Reduction.AVERAGE and dtype.kind in "iu" and self.postscale_factor != 1.0:

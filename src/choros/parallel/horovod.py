@@ -22,8 +22,8 @@ from choros.comm import (
 )
 from choros.comm.context import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size, topology
 from choros.comm.recording import start_timeline, stop_timeline
-from choros.comm.selection import is_installed
 from choros.errors import EngineError
+from choros.frameworks import is_installed
 from choros.parallel.compression import Compression
 from choros.parallel.objects import allgather_object, broadcast_object
 from choros.parallel.ops import barrier

@@ -25,8 +25,7 @@ from choros.comm import ProcessSet, Request, global_process_set
 from choros.errors import DriftError
 
 Array = NDArray[Any]
-#: Differences up to this many units in the last place of an array's largest value are rounding: hosts may have
-#: different processors.
+#: Differences up to so many units in the last place of an array's largest value are rounding: of other processors.
 _ROUNDING = 8
 
 _log = logging.getLogger("choros")
@@ -108,7 +107,7 @@ def check_identical(
     first = names[suspects[(differing or [0])[0]]]
     found = (
         f"{'before' if comparison.before else 'after'} step {comparison.step}, ranks have different values of {count} "
-        f"of {len(arrays)} trained variables, first of {first!r}{_who(others, communicator.ranks)}. The largest "
+        f"of {len(arrays)} variables, first of {first!r}{_who(others, communicator.ranks)}. The largest "
         f"difference is in {names[suspects[worst]]!r}: up to {largest[worst]:.3g} between ranks "
         f"{communicator.ranks[most]} and {farthest}, of values up to {magnitudes[worst]:.3g}."
     )

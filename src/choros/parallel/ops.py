@@ -11,9 +11,8 @@ APIs it is Horovod's, which differs by a factor for three collectives (n is the 
     reducescatter              allgather, with the same factors, and 1/n if it averages       n times as much
     alltoall                   alltoall, back to the ranks that sent the rows                 the same
 
-The backward pass is a collective, too: all ranks must compute the gradient, or none. Integers have none. Horovod's
-of minima, maxima, products and Adasum is not the derivative; a reducescatter with them has none in either
-convention.
+The backward pass is a collective, too: all ranks must compute the gradient, or none. Integers have none. Horovod's of
+minima, maxima, products and Adasum is not the derivative; a reducescatter with them has none in either convention.
 """
 
 from collections.abc import Sequence

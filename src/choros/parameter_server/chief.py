@@ -86,6 +86,10 @@ class Chief:
         self._queue.put(closure, limit)
         return closure.result
 
+    def result_of(self, scheduled: Future[Any]) -> Any:
+        """Waits for what ``schedule`` has returned; raises its error, or EngineError if no worker is connected."""
+        return self._queue.result_of(scheduled)
+
     def join(self) -> None:
         """Waits for all closures; afterwards this process has their metrics and the servers' variables."""
         self._queue.wait()
@@ -226,7 +230,8 @@ class Chief:
     def close(self) -> None:
         """Shuts down workers and servers, also those not listening yet; waits for those that are threads here."""
         atexit.unregister(self.close)
-        self._queue.close()
+        if lost := self._queue.close():
+            _log.error("the chief ends: %s", lost)
         deadline = time.monotonic() + (durations.WORKERS_END if self._used else durations.WORKER_CONNECT)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

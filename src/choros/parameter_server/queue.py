@@ -175,6 +175,12 @@ class ClosureQueue:
             self._wait(lambda: self._outstanding == 0)
             self._raise()
 
+    def result_of(self, future: Future[Any]) -> Any:
+        """Waits for a closure; raises its error, or EngineError if no worker is connected."""
+        with self._change:
+            self._wait(future.done)
+        return future.result()
+
     @property
     def idle(self) -> bool:
         """Whether all closures are done; raises a closure's error."""
@@ -182,11 +188,15 @@ class ClosureQueue:
             self._raise()
             return self._outstanding == 0
 
-    def close(self) -> None:
-        """Closes the queue: ``take`` returns ``None`` from now on."""
+    def close(self) -> str:
+        """Closes the queue, so that ``take`` returns ``None``; returns what is lost so, a sentence, or nothing."""
         with self._change:
             self._closed = True
             self._change.notify_all()
+            if self._error is not None:
+                return f"a scheduled function has failed, and no join() has raised its error: {self._error!r}."
+            left = self._outstanding
+            return f"scheduled functions that have not been run: {left}; join() waits for them." if left else ""
 
     def add_worker(self) -> None:
         """Records that a worker has connected."""

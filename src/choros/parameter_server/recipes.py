@@ -13,8 +13,6 @@
 The values of large weights are left out: workers pull them from the servers.
 """
 
-from __future__ import annotations
-
 import inspect
 import tempfile
 from collections.abc import Callable, Mapping, Sequence

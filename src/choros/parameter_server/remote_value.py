@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, final
@@ -15,17 +16,21 @@ from choros.errors import StrategyError
 class RemoteValue:
     """The result of a scheduled function (``tf.distribute.experimental.coordinator.RemoteValue``)."""
 
-    def __init__(self, future: Future[Any] | None = None) -> None:
+    def __init__(
+        self, future: Future[Any] | None = None, wait: Callable[[Future[Any]], Any] = Future[Any].result
+    ) -> None:
         self._future = Future() if future is None else future
+        self._wait = wait
 
     def get(self) -> Any:
         """Waits for the function and returns its result; tensors stay tensors.
 
         Raises:
             ClosureCancelled: the function was not run, because a function scheduled before it failed.
+            EngineError: no worker has been connected for ``CHOROS_START_TIMEOUT`` seconds.
             Exception: the error that the function raised.
         """
-        return self._future.result()
+        return self._wait(self._future)
 
     def fetch(self) -> Any:
         """Returns the result of ``get`` with tensors converted to NumPy arrays."""

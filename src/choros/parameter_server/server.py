@@ -50,9 +50,7 @@ class Shards:
             self._touch(values)
 
     def register(self, number: int, pickled: bytes, updated: Updated) -> None:
-        """Creates an optimizer from its pickled class and configuration, for the shards of its variables here, unless
-        one with this number exists.
-        """
+        """Creates an optimizer from its pickled class and configuration, for the shards here, unless it exists."""
         with self._lock:
             if number not in self._optimizers:
                 kind, config = pickle.loads(pickled)  # noqa: S301  (from an authenticated process)

@@ -150,7 +150,7 @@ class _CoordinatedTraining:
         latest: dict[str, Any] = {}
         while self._pending and (self._pending[0].done() or not (latest or self._logs)):
             try:
-                latest = self._pending.popleft().result()
+                latest = self._chief.result_of(self._pending.popleft())
             except Exception:
                 self._chief.join()  # Raises the same error and clears it.
                 raise

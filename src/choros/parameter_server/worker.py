@@ -115,6 +115,7 @@ class Worker:
                 if number in message.learning_rates:
                     remote.learning_rate = message.learning_rates[number]
             began, waited = time.perf_counter(), page.waited
+            session.servers.failure = None  # of an earlier function, which has caught it
             session.pull()
             self.objects.reset_metrics()
             name = getattr(function, "__name__", type(function).__name__)
@@ -132,22 +133,19 @@ class Worker:
         if self._defined.get(definition.reference, -1) >= definition.revision:
             return  # sent with a function that failed
         with self.strategy.scope():
-            self._create(definition)
+            item = closures.loads(definition.pickled, self._resolve)
+            match definition.reference:
+                case ("function", key):
+                    self._functions[key] = item
+                case ("dataset", number):
+                    self._datasets[number] = item
+                case ("compiled", number):
+                    compile_copy(self.objects.resolve(("created", number)), *item)
+                case ("metric", _):
+                    self.objects.put(definition.reference, item)
+                case ("created", number):
+                    self._add_created(number, *item)
         self._defined[definition.reference] = definition.revision
-
-    def _create(self, definition: Definition) -> None:
-        item = closures.loads(definition.pickled, self._resolve)
-        match definition.reference:
-            case ("function", key):
-                self._functions[key] = item
-            case ("dataset", number):
-                self._datasets[number] = item
-            case ("compiled", number):
-                compile_copy(self.objects.resolve(("created", number)), *item)
-            case ("metric", _):
-                self.objects.put(definition.reference, item)
-            case ("created", number):
-                self._add_created(number, *item)
 
     def _add_created(self, number: int, created: Any, about: Any) -> None:
         import keras

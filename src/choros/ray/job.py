@@ -57,9 +57,7 @@ def give_devices(actors: Sequence[ReadyActor], *, use_gpu: bool) -> None:
 
 @final
 class RayJob:
-    """A job on ``machines``, each with its actors, with ``most`` ranks at most; others may come if it ``grows``.
-    ``call``: what the ranks run.
-    """
+    """A job that runs ``call`` on the actors of ``machines``, on ``most`` at most; others may come if it ``grows``."""
 
     def __init__(
         self,

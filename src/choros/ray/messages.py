@@ -6,6 +6,10 @@ from typing import Any
 
 #: The names with which the executor and an actor prove that they have the key.
 REGISTRY, ACTOR = "choros.ray's executor", "choros.ray's actor"
+#: To a rank: its node goes away; leave in order.
+LEAVE = "leave"
+#: To a rank: there are no further calls.
+END = "end"
 
 
 @dataclass
@@ -30,9 +34,7 @@ class RaySettings:
 
 @dataclass(frozen=True)
 class ActorPlace:
-    """Where an actor is: ``machine`` is the same for all nodes of Ray's that share a machine; ``address``: where its
-    rank connects to it.
-    """
+    """Where an actor is: ``machine``, the same for all Ray nodes of a machine; ``address``: where its rank connects."""
 
     node: str
     machine: str
@@ -83,23 +85,16 @@ class Seated:
 
 @dataclass(frozen=True)
 class Create:
-    """To a rank: make the object that calls get."""
+    """To a rank: make the object that calls get. It answers with bytes, the pickled value, or ``CallRaised``."""
 
     packed: bytes
 
 
 @dataclass(frozen=True)
 class CallOnRank:
-    """To a rank: call this with its object."""
+    """To a rank: call this with its object. It answers as to ``Create``."""
 
     packed: bytes
-
-
-@dataclass(frozen=True)
-class CallReturned:
-    """From a rank: the pickled value."""
-
-    data: bytes
 
 
 @dataclass(frozen=True)
@@ -107,16 +102,6 @@ class CallRaised:
     """From a rank, which ends now: the traceback."""
 
     traceback: str
-
-
-@dataclass(frozen=True)
-class Leave:
-    """To a rank: its node goes away; leave in order."""
-
-
-@dataclass(frozen=True)
-class EndRank:
-    """To a rank: there are no further calls."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,9 @@ class ActorPool:
         self._note_ready()
         self._note_ended()
         draining = set(_draining())
-        hosts = self._hosts()
+        hosts = {ANYWHERE: self._anywhere}
+        if self._discovery is not None:
+            hosts = dict(self._discovery.find_available_hosts_and_slots())
         staying = [each for each in self._hired if not each.leaves]
         counts = wanted(hosts, Counter(each.host for each in staying), self._most)
         for each in staying:
@@ -119,11 +121,6 @@ class ActorPool:
         for host, count in counts.items():
             for _ in range(count):
                 self._hired.append(self._hire(host))
-
-    def _hosts(self) -> dict[str, int]:
-        if self._discovery is not None:
-            return dict(self._discovery.find_available_hosts_and_slots())
-        return {ANYWHERE: self._anywhere}
 
     def _hire(self, host: str) -> _Hired:
         where: dict[str, Any] = {"resources": {f"node:{host}": 0.01}}
@@ -142,12 +139,10 @@ class ActorPool:
             except ray.exceptions.RayError as error:  # it has ended
                 self._failure = str(error)
                 continue
-            self._give_devices(each.ready.place.machine)
+            ready = [each.ready for each in self._hired if each.ready is not None]
+            here = [one for one in ready if one.place.machine == each.ready.place.machine]
+            give_devices(here, use_gpu=self._worker["GPU"] > 0)
             self._registry.add(each.ready)
-
-    def _give_devices(self, machine: str) -> None:
-        ready = [each.ready for each in self._hired if each.ready is not None]
-        give_devices([each for each in ready if each.place.machine == machine], use_gpu=self._worker["GPU"] > 0)
 
     def _note_ended(self) -> None:
         ends = {each.end: each for each in self._hired}

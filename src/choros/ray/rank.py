@@ -20,13 +20,12 @@ from choros.launch.bootstrap import ADVICE, UNPICKLABLE, unpack
 from choros.ray import ray_logger
 from choros.ray.messages import (
     ACTOR,
+    END,
+    LEAVE,
     REGISTRY,
     CallOnRank,
     CallRaised,
-    CallReturned,
     Create,
-    EndRank,
-    Leave,
     NoSeat,
     Seat,
     Seated,
@@ -45,7 +44,7 @@ _log = logging.getLogger("choros")
 def serve_calls(address: str) -> None:
     """Runs the calls for this rank's actor until there are no more; ``address``: the executor's."""
     tie, subject = ActorTie(address), None
-    while not isinstance(message := tie.next(), EndRank):
+    while (message := tie.next()) != END:
         try:
             if isinstance(message, Create):
                 subject = _unpacked(message.packed)()
@@ -96,7 +95,7 @@ class ActorTie:
             data = cloudpickle.dumps(value)
         except UNPICKLABLE as error:
             raise ConfigError(f"what the rank returns cannot be sent back: {error}. {ADVICE}") from error
-        self._actor.send(CallReturned(data))
+        self._actor.send(data)
 
     def fail(self, text: str) -> None:
         """Says that the call has raised, and that this process ends."""
@@ -137,7 +136,7 @@ class ActorTie:
                 message = channel.receive()
                 if isinstance(message, Vacancies):
                     self._vacancies = message.actors
-                elif isinstance(message, Leave):
+                elif message == LEAVE:
                     threading.Thread(target=_leave, name="choros: leaves Ray's node", daemon=True).start()
                 else:
                     self._messages.put(message)

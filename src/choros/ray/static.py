@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import ray
 
@@ -103,23 +103,20 @@ class StaticAdapter:
         return self.workers
 
     def _get(self, references: list[Any]) -> list[Any]:
+        """The values, or the job's error, which says what happened first, or else theirs."""
         try:
             values: list[Any] = ray.get(references)
         except ray.exceptions.RayError as error:
-            self._raise_failure(error, references)
+            ray.wait(references, num_returns=len(references), timeout=durations.RAY_END)
+            for each in references:
+                with suppress(ray.exceptions.RayError):  # else Ray would show them
+                    ray.get(each, timeout=0)
+            lost = isinstance(error, ray.exceptions.RayActorError)
+            failed = isinstance(getattr(error, "cause", None), WorkerFailed)
+            if self._job is not None and (lost or failed):
+                with suppress(ray.exceptions.GetTimeoutError):
+                    self._job.result(durations.RAY_END)
+            if isinstance(error, ray.exceptions.RayTaskError):
+                raise_cause(error)
+            raise
         return values
-
-    def _raise_failure(self, error: "ray.exceptions.RayError", references: list[Any]) -> NoReturn:
-        """Raises the job's error, which says what happened first, or else ``error``."""
-        ray.wait(references, num_returns=len(references), timeout=durations.RAY_END)
-        for each in references:
-            with suppress(ray.exceptions.RayError):  # else Ray would show them
-                ray.get(each, timeout=0)
-        lost = isinstance(error, ray.exceptions.RayActorError)
-        failed = isinstance(getattr(error, "cause", None), WorkerFailed)
-        if self._job is not None and (lost or failed):
-            with suppress(ray.exceptions.GetTimeoutError):
-                self._job.result(durations.RAY_END)
-        if isinstance(error, ray.exceptions.RayTaskError):
-            raise_cause(error)
-        raise error

@@ -11,7 +11,7 @@ import ray
 
 from choros import durations
 from choros.errors import LaunchError, WorkerFailed
-from choros.ray.messages import ACTOR, ActorPlace, CallOnRank, CallRaised, Create, EndRank, Leave, Seated
+from choros.ray.messages import ACTOR, END, LEAVE, ActorPlace, CallOnRank, CallRaised, Create, Seated
 from choros.transport.address import LOOPBACK, this_host
 from choros.transport.channel import Channel, ChannelClosed
 from choros.transport.listener import Listener
@@ -68,11 +68,11 @@ class RayWorker:
 
     def leave(self) -> None:
         """Asks the rank to leave in order."""
-        self._tell(Leave())
+        self._tell(LEAVE)
 
     def end(self) -> None:
         """Tells the rank that there are no further calls."""
-        self._tell(EndRank())
+        self._tell(END)
 
     def stay(self) -> None:
         """Does not return: the executor, which waits for it, learns of the end of this actor."""
@@ -109,8 +109,8 @@ class RayWorker:
                 raise _failed(rank, "has ended before its call returned", "") from error
         if isinstance(answer, CallRaised):
             raise _failed(rank, f"has raised an exception:\n{answer.traceback}", answer.traceback)
-        data: bytes = answer.data
-        return data
+        returned: bytes = answer
+        return returned
 
 
 def _failed(rank: Seated, what: str, text: str) -> WorkerFailed:

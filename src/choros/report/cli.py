@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 
 from choros.errors import ConfigError
-from choros.report.numbers import differences, differences_text
+from choros.observe.verdict import aligned
+from choros.report.numbers import differences
 from choros.report.page import comparison_of, page_of, write_page
 from choros.report.record import read_record
 
@@ -38,8 +39,8 @@ def report(files: tuple[Path, ...], compare: bool, output: Path | None) -> int:
         raise ConfigError(f"{page} is the record itself, and would be lost: name another file with -o FILE.html.")
     if compare:
         rows = differences(jobs[0], jobs[1])
-        click.echo(differences_text(rows, (names[0], names[1])))
-        text = comparison_of((jobs[0], jobs[1]), (names[0], names[1]), rows)
+        click.echo("\n".join(aligned([("", *names, "difference"), *rows])))
+        text = comparison_of(jobs, names, rows)
     else:
         text = page_of(jobs[0])
     try:

@@ -1,7 +1,5 @@
 """Drawings as SVG, from numbers: pure functions. Colours are classes, ``c0`` to ``c7``, that the page's style sets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -33,9 +31,7 @@ def lines(label: str, series: Mapping[str, Sequence[Point]], number: Text, end: 
 
 
 def columns(label: str, names: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], number: Text) -> str:
-    """Columns with ``names`` below them; ``parts``: of each column, from below: the class of its colour, and its height
-    in each column.
-    """
+    """Columns with ``names`` below; ``parts``, from below: the class of the colour, and its height in each column."""
     sums = [sum(heights) for heights in zip(*(values for _, values in parts), strict=True)]
     top = max(sums, default=0.0) or 1.0
     wide = (_RIGHT - _LEFT) / max(len(names), 6)

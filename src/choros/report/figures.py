@@ -1,7 +1,5 @@
 """The figures of a page: what a record's numbers say, drawn."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,13 +96,9 @@ def _shares(ranks: Sequence[Rank]) -> Figure:
 
 
 def _step_times(record: WrittenRecord, ranks: Sequence[Rank]) -> Figure:
-    return _over_time(
-        "Seconds of a step",
-        {f"rank {rank.number}": step_times(rank) for rank in ranks},
-        seconds_text,
-        record,
-        "The mean time of the steps between two moments.",
-    )
+    points = {f"rank {rank.number}": step_times(rank) for rank in ranks}
+    caption = "The mean time of the steps between two moments."
+    return _over_time("Seconds of a step", points, seconds_text, record, caption)
 
 
 def _memory(record: WrittenRecord, ranks: Sequence[Rank]) -> Figure:
@@ -175,9 +169,7 @@ def _waits(ranks: Sequence[Rank], of: Sequence[Rank]) -> Figure:
 
 
 def waits(ranks: Sequence[Rank]) -> list[list[float]]:
-    """The seconds that each of some ranks waited for each: an estimate, by the steps in which these were among the
-    last; in equal parts, if none was.
-    """
+    """Seconds that ranks waited for each, estimated by the steps in which it was among the last; else equal parts."""
     prompt = [rank.prompt_steps or 1e-9 for rank in ranks]
     rows = []
     for i, rank in enumerate(ranks):

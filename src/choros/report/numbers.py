@@ -1,12 +1,10 @@
 """The main numbers of a job, and how those of two jobs differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from choros.observe.verdict import aligned, number_text, percent_text
+from choros.observe.verdict import number_text, percent_text
 from choros.report.drawing import bytes_text, seconds_text
 from choros.report.figures import PARTS
 from choros.report.record import WrittenRecord
@@ -26,31 +24,6 @@ class Number:
 
     def __str__(self) -> str:
         return "–" if self.value is None else self.write(self.value)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A number of two jobs."""
-
-    name: str
-    first: Number
-    second: Number
-
-    @property
-    def text(self) -> str:
-        """By how much the second job's number differs: in points, if it is a share.
-
-        >>> Difference("steps/s", Number(10.0, number_text), Number(12.5, number_text)).text
-        '+25 %'
-        >>> Difference("loading data", Number(0.5, percent_text), Number(0.1, percent_text)).text
-        '-40 points'
-        """
-        before, after = self.first.value, self.second.value
-        if before is None or after is None:
-            return "–"
-        if self.first.is_share:
-            return f"{100 * (after - before):+.0f} points"
-        return f"{100 * (after / before - 1):+.0f} %" if before else "–"
 
 
 def numbers_of(record: WrittenRecord) -> Mapping[str, Number]:
@@ -90,14 +63,24 @@ def collectives_of(record: WrittenRecord) -> list[tuple[str, int, int]]:
     return sorted(((name, *each) for name, each in total.items()), key=lambda each: (-each[2], each[0]))
 
 
-def differences(first: WrittenRecord, second: WrittenRecord) -> list[Difference]:
-    """The main numbers that one of the two jobs has."""
-    numbers = numbers_of(first), numbers_of(second)
-    rows = [Difference(name, numbers[0][name], numbers[1][name]) for name in numbers[0]]
-    return [row for row in rows if not {str(row.first), str(row.second)} <= {"–", "0", "0 %"}]
+def difference(first: Number, second: Number) -> str:
+    """By how much the second job's number differs: in points, if it is a share.
+
+    >>> difference(Number(10.0, number_text), Number(12.5, number_text))
+    '+25 %'
+    >>> difference(Number(0.5, percent_text), Number(0.1, percent_text))
+    '-40 points'
+    """
+    before, after = first.value, second.value
+    if before is None or after is None:
+        return "–"
+    if first.is_share:
+        return f"{100 * (after - before):+.0f} points"
+    return f"{100 * (after / before - 1):+.0f} %" if before else "–"
 
 
-def differences_text(rows: list[Difference], names: tuple[str, str]) -> str:
-    """They as a table."""
-    cells = [("", *names, "difference"), *((row.name, str(row.first), str(row.second), row.text) for row in rows)]
-    return "\n".join(aligned(cells))
+def differences(first: WrittenRecord, second: WrittenRecord) -> list[tuple[str, str, str, str]]:
+    """The main numbers that one of the two jobs has: its name, both, and by how much the second one differs."""
+    ours, theirs = numbers_of(first), numbers_of(second)
+    rows = [(name, str(ours[name]), str(theirs[name]), difference(ours[name], theirs[name])) for name in ours]
+    return [row for row in rows if not set(row[1:3]) <= {"–", "0", "0 %"}]

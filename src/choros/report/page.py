@@ -1,9 +1,8 @@
 """The pages: of a job, and of two jobs side by side."""
 
-from __future__ import annotations
-
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from choros.durable import unfinished
 from choros.errors import ConfigError
 from choros.report.drawing import bytes_text, seconds_text
 from choros.report.figures import figures_of, shown_ranks
-from choros.report.numbers import Difference, collectives_of, numbers_of
+from choros.report.numbers import collectives_of, numbers_of
 from choros.report.record import WrittenRecord
 
 
@@ -28,8 +27,8 @@ def page_of(record: WrittenRecord) -> str:
     )
 
 
-def comparison_of(jobs: tuple[WrittenRecord, WrittenRecord], names: tuple[str, str], rows: list[Difference]) -> str:
-    """The page about two jobs."""
+def comparison_of(jobs: Sequence[WrittenRecord], names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The page about two jobs; ``rows``: their ``differences``."""
     pairs = list(zip(*(figures_of(job) for job in jobs), strict=True))
     return _rendered("comparison.html", jobs=jobs, names=names, rows=rows, pairs=pairs)
 

@@ -1,7 +1,5 @@
 """``Distributor``: the shape of pyspark's ``TorchDistributor``, on ``choros.spark.run``."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

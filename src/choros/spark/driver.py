@@ -20,7 +20,7 @@ import cloudpickle
 
 from choros import durations
 from choros.errors import ConfigError, LaunchError
-from choros.spark.messages import DRIVER, Printed, Printings, Returned, Started, Superseded
+from choros.spark.messages import ALL_PRINTED, DRIVER, STARTED, SUPERSEDED, Printed, Returned
 from choros.spark.plan import SparkJob
 from choros.spark.task import run_task
 from choros.transport.address import LOOPBACK
@@ -71,7 +71,7 @@ class DriverPort:
     def __init__(self, secret: str, address: str) -> None:
         listening = socket.create_server((address, 0))
         self.port = int(listening.getsockname()[1])
-        self.received: queue.SimpleQueue[Started | Printed | Returned | BaseException] = queue.SimpleQueue()
+        self.received: queue.SimpleQueue[str | Printed | Returned | BaseException] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._last: tuple[Channel, threading.Event] | None = None
         self._listener = Listener(listening, Key(bytes.fromhex(secret)), DRIVER, self._serve)
@@ -84,20 +84,20 @@ class DriverPort:
                 self._last[0].close()
 
     def _serve(self, channel: Channel, first: Any) -> None:
-        if not isinstance(first, Started):
+        if first != STARTED:
             return
         gone = threading.Event()
         with self._lock:
             before, self._last = self._last, (channel, gone)
             if before is not None:
                 with suppress(ChannelClosed):
-                    before[0].send(Superseded())
+                    before[0].send(SUPERSEDED)
                 before[1].wait(durations.CONNECT)  # a machine that is lost does not end the connection
                 before[0].close()
         try:
             self.received.put(first)
             channel.send(None)
-            while not isinstance(message := channel.receive(), Printings):
+            while (message := channel.receive()) != ALL_PRINTED:
                 self.received.put(message)
             channel.send(None)
         except ChannelClosed:
@@ -108,8 +108,7 @@ class DriverPort:
 
 def run_job(job: SparkJob, size: int, show: Callable[[Printed], None]) -> list[Any]:
     """Runs ``job`` on ``size`` ranks in a barrier stage, and again when an executor was lost, as often as Spark tries
-    other stages, an elastic job with as many as there are slots; returns what its ranks have returned. ``job.driver``
-    is set here.
+    other stages, an elastic job with as many as there are slots; returns what its ranks have. Sets ``job.driver``.
     """
     context, arguments = active_context(), job.arguments
     configuration = context.getConf()
@@ -191,7 +190,7 @@ def _run_stage(
         while not isinstance(message := _next(port, deadline), Returned):
             if isinstance(message, Printed):
                 show(message)
-            elif isinstance(message, Started):
+            elif isinstance(message, str):  # STARTED
                 deadline = None
             elif message is None:
                 raise _too_slow(tasks, job.start, "other jobs have them")
@@ -205,7 +204,7 @@ def _run_stage(
     return message
 
 
-def _next(port: DriverPort, deadline: float | None) -> Started | Printed | Returned | BaseException | None:
+def _next(port: DriverPort, deadline: float | None) -> str | Printed | Returned | BaseException | None:
     with suppress(queue.Empty):
         return port.received.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
     return None

@@ -3,8 +3,6 @@ the first machine it is what ``choros.run`` is elsewhere; on the others it is th
 its ranks, and itself, when its input ends.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil
@@ -27,8 +25,8 @@ from choros.launch.plan.arguments import Arguments
 from choros.launch.processes.process_tree import CHILD_SUBREAPER, end_children, set_option
 from choros.launch.run import run_call
 from choros.settings import VARIABLES
-from choros.spark.messages import DRIVER, Listening, Printed, Printings, Returned, Started, Superseded
-from choros.spark.own_machine import VISIBLE, RankCall
+from choros.spark.messages import ALL_PRINTED, DRIVER, STARTED, SUPERSEDED, Listening, Printed, Returned
+from choros.spark.own_machine import VISIBLE, run_packed
 from choros.spark.plan import HostTask, Machine
 from choros.topology.clusters import ClusterHost
 from choros.transport.channel import Channel, ChannelClosed, connect
@@ -54,7 +52,9 @@ def main() -> None:
             message = _run(task, partial(_answer, answers), partial(_end, scratch))
         else:
             message = Returned(b"")
-            _serve(task)
+            first, slots = task.machines[0].address, len(task.machines[task.index].tasks)
+            cluster = ClusterHost(_NAME, task.index, len(task.machines), first, port=task.port)
+            serve_host(cluster, slots, task.job.start, _show)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _answer(answers, message)
@@ -82,18 +82,12 @@ def _show(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def _serve(task: HostTask) -> None:
-    first = task.machines[0].address
-    cluster = ClusterHost(_NAME, task.index, len(task.machines), first, port=task.port)
-    serve_host(cluster, len(task.machines[task.index].tasks), task.job.start, _show)
-
-
 def _run(task: HostTask, answer: Callable[[Listening], None], end: Callable[[], NoReturn]) -> Returned:
     """Runs the job, whose results or failure the driver gets through the task."""
     job = task.job
     try:
         driver = connect(job.driver, job_key(os.environ, [job.driver]), "task 0", DRIVER, durations.CONNECT)
-        driver.send(Started())
+        driver.send(STARTED)
         driver.receive()
         finish = _follow(driver, end)
         with ExitStack() as stack:
@@ -101,7 +95,7 @@ def _run(task: HostTask, answer: Callable[[Listening], None], end: Callable[[], 
             stack.enter_context(redirect_stdout(_DriverStream(driver, error=False)))
             stack.enter_context(redirect_stderr(_DriverStream(driver, error=True)))
             try:
-                call = RankCall(job.call, _visible_to(arguments, task.machines))
+                call = partial(run_packed, job.call, _visible_to(arguments, task.machines))
                 results = run_call(call, arguments, job.sentences, job.executable)
             finally:
                 finish()
@@ -136,7 +130,7 @@ def _follow(driver: Channel, end: Callable[[], NoReturn]) -> Callable[[], None]:
 
     def receive() -> None:
         try:
-            while not isinstance(driver.receive(), Superseded):
+            while driver.receive() != SUPERSEDED:
                 granted.set()
             end()
         except ChannelClosed:  # the driver has gone
@@ -145,7 +139,7 @@ def _follow(driver: Channel, end: Callable[[], NoReturn]) -> Callable[[], None]:
 
     def finish() -> None:
         with closing(driver):
-            driver.send(Printings())
+            driver.send(ALL_PRINTED)
             granted.wait()
 
     threading.Thread(target=receive, daemon=True).start()

@@ -1,20 +1,18 @@
 """What the program beside the first task sends: to the driver through a channel, to its task through a pipe."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from choros.errors import ChorosError
 
 #: The name with which the driver proves that it has the key.
 DRIVER = "the Spark driver"
-
-
-@dataclass(frozen=True)
-class Started:
-    """To the driver, the first message: all tasks run. It is answered with ``None`` when an earlier attempt of the
-    stage has ended, so that no two of them write commits.
-    """
+#: To the driver, the first message: all tasks run. It is answered with ``None`` when an earlier attempt of the stage
+#: has ended, so that no two of them write commits.
+STARTED = "started"
+#: To the driver: all that ranks have printed has been sent. It is answered, too.
+ALL_PRINTED = "all printed"
+#: From the driver: another attempt of the stage has begun. The program ends its ranks, and then the connection.
+SUPERSEDED = "superseded"
 
 
 @dataclass(frozen=True)
@@ -23,16 +21,6 @@ class Printed:
 
     error: bool
     text: str
-
-
-@dataclass(frozen=True)
-class Printings:
-    """To the driver: all that ranks have printed has been sent. It is answered, too."""
-
-
-@dataclass(frozen=True)
-class Superseded:
-    """From the driver: another attempt of the stage has begun. The program ends its ranks, and then the connection."""
 
 
 @dataclass(frozen=True)

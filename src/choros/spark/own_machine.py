@@ -1,11 +1,8 @@
-"""What a rank knows of the machine that it runs on, and how it opens the call that the driver has packed."""
-
-from __future__ import annotations
+"""What a rank knows of the machine that it runs on, and how it runs the call that the driver has packed."""
 
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 from choros.launch.bootstrap import unpack
 from choros.spark.plan import Machine
@@ -16,31 +13,16 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 _own: Machine | None = None
 
 
-@final
-class RankCall:
-    """The call for the ranks: unpickled on one of them, it is what the driver has packed."""
-
-    def __init__(self, packed: bytes, machines: tuple[Machine, ...]) -> None:
-        self._packed, self._machines = packed, machines
-
-    def __call__(self) -> Any:
-        """Calls it; ranks do not, as they have unpickled it."""
-        return open_call(self._packed, self._machines)()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open_call, (self._packed, self._machines)
-
-
-def open_call(packed: bytes, machines: tuple[Machine, ...]) -> Callable[[], Any]:
-    """Returns the packed call, and gives this rank the accelerators of its machine's tasks. Modules are looked for
-    where Spark's Python looks for them, then where the driver does.
+def run_packed(packed: bytes, machines: tuple[Machine, ...]) -> Any:
+    """Runs the call that the driver has packed on this rank, which gets the accelerators of its machine's tasks.
+    Modules are looked for where Spark's Python looks for them, then where the driver does.
     """
     global _own
     host = this_host()
     _own = next((machine for machine in machines if machine.host == host), None)
     if _own is not None and _own.visible:
         os.environ[VISIBLE] = ",".join(_own.visible)
-    return unpack(packed, before=list(sys.path))
+    return unpack(packed, before=list(sys.path))()
 
 
 def scratch_directory() -> str | None:

@@ -14,8 +14,8 @@ from pyspark.ml import Estimator
 from pyspark.ml.param import Param, Params
 
 from choros.errors import ConfigError
-from choros.spark.backend import SparkBackend
 from choros.spark.rows import ParquetRows, write_parquet
+from choros.spark.run import SparkBackend
 from choros.spark.store import Store
 
 if TYPE_CHECKING:

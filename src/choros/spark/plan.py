@@ -1,7 +1,5 @@
 """Where the tasks of a barrier stage run, and what the program beside each machine's first task is to do. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +15,7 @@ class TaskPlace:
     host: str
     address: str
     directory: str
-    devices: tuple[str, ...] = ()
+    devices: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def machines_of(places: Sequence[TaskPlace]) -> tuple[Machine, ...]:
     machines = []
     for host, own in tasks.items():
         first = places[own[0]]
-        devices = tuple(places[number].devices for number in own)
+        devices = tuple(tuple(places[number].devices) for number in own)
         machines.append(Machine(host, first.address, first.directory, tuple(own), devices))
     return tuple(machines)
 

@@ -19,7 +19,7 @@ import fcntl
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -116,8 +116,10 @@ class ParquetRows:
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             missing = {name: path for name, path in paths.items() if not path.exists()}
-            if missing:
-                _decode(files, missing)
+            rows = sum(map(_count, files)) if missing else 0
+            for name, path in missing.items():
+                with unfinished(path) as own:
+                    _decode_column(files, name, rows, own)
         return tuple(np.load(paths[name], mmap_mode="r") for name in chosen)
 
     def delete(self) -> None:
@@ -169,15 +171,8 @@ def _count(file: _File) -> int:
         return int(parquet.ParquetFile(opened).metadata.num_rows)
 
 
-def _decode(files: Sequence[_File], paths: Mapping[str, Path]) -> None:
-    """Writes each column as an array of all rows, a batch of rows at a time."""
-    rows = sum(map(_count, files))
-    for name, path in paths.items():
-        with unfinished(path) as own:
-            _decode_column(files, name, rows, own)
-
-
 def _decode_column(files: Sequence[_File], name: str, rows: int, path: Path) -> None:
+    """Writes a column as an array of all rows, a batch of rows at a time."""
     array: Any = None
     first = 0
     for part in _parts(files, name):

@@ -1,10 +1,9 @@
-"""``choros.spark.run`` and ``run_elastic``: a function on ranks that Spark places."""
-
-from __future__ import annotations
+"""``choros.spark.run``, ``run_elastic`` and ``SparkBackend``: a function on ranks that Spark places."""
 
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
@@ -141,6 +140,39 @@ def run_elastic(
     own["max_num_proc"] = most
     named = _named(None, verbose, nics, prefix_output_with_timestamp, None, None, own)
     return _run(fn, args, kwargs, size, start_timeout, partial(show_in, stdout, stderr), None, *named)
+
+
+@dataclass(frozen=True)
+class SparkBackend:
+    """Runs ranks with ``choros.spark.run``, whose arguments these are, named as in Horovod."""
+
+    num_proc: int | None = None
+    env: Mapping[str, str] | None = None
+    start_timeout: float | None = None
+    use_mpi: bool | None = None
+    use_gloo: bool | None = None
+    extra_mpi_args: str | None = None
+    stdout: TextIO | None = None
+    stderr: TextIO | None = None
+    verbose: int = 1
+    nics: str | Sequence[str] | None = None
+    prefix_output_with_timestamp: bool = False
+
+    def num_processes(self) -> int:
+        """Returns the number of ranks."""
+        return active_context().defaultParallelism if self.num_proc is None else self.num_proc
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        **own: Any,
+    ) -> list[Any]:
+        """Returns what ``fn`` returns on the ranks; ``own``: further arguments of ``choros.spark.run``."""
+        given = {**vars(self), "env": {**(self.env or {}), **(env or {})}, "num_proc": self.num_processes()}
+        return run(fn, args, kwargs, **given, **own)
 
 
 def _named(

@@ -44,7 +44,8 @@ def run_task(job: SparkJob, _: Iterable[Any]) -> Iterator[Returned]:
 
     context = BarrierTaskContext.get()
     number = context.partitionId()
-    places = [_place(text) for text in context.allGather(json.dumps(asdict(_own_place(context, number))))]
+    own = json.dumps(asdict(_own_place(context, number)))
+    places = [TaskPlace(**json.loads(text)) for text in context.allGather(own)]
     machines = machines_of(places)
     index = next((index for index, machine in enumerate(machines) if machine.tasks[0] == number), None)
     if index == 0:
@@ -70,12 +71,7 @@ def _own_place(context: BarrierTaskContext, number: int) -> TaskPlace:
     address = context.getTaskInfos()[number].address.rpartition(":")[0]
     devices = context.resources().get("gpu")
     directory = os.path.join(os.path.abspath(SparkFiles.getRootDirectory()), f"choros-{uuid.uuid4().hex}")
-    return TaskPlace(this_host(), address, directory, tuple(devices.addresses) if devices else ())
-
-
-def _place(text: str) -> TaskPlace:
-    values = json.loads(text)
-    return TaskPlace(**{**values, "devices": tuple(values["devices"])})
+    return TaskPlace(this_host(), address, directory, devices.addresses if devices else ())
 
 
 @contextmanager

@@ -124,9 +124,7 @@ class TorchTask:
 
 
 def train(task: TorchTask) -> tuple[bytes, list[dict[str, Any]], tuple[int, ...]] | None:
-    """Trains on a rank; returns, from the first one, the pickled model and optimizer, the history, and how many values
-    each output has.
-    """
+    """Trains on a rank; the first returns pickled model and optimizer, history, and each output's number of values."""
     import torch
 
     import choros.torch as hvd

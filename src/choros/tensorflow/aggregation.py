@@ -40,9 +40,6 @@ class LocalGradientAggregationHelper:
         ConfigError: ``backward_passes_per_step`` is less than 1.
     """
 
-    _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
-    _OPTIMIZER_TYPE_LEGACY = "optimizer_type_legacy"
-
     def __init__(
         self,
         backward_passes_per_step: int,

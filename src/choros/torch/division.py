@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 
+from choros.arrays.torch_arrays import TorchArrays
 from choros.parallel.reduce.gradients import Ranges
 from choros.parallel.reduce.slices import even_slices, whole_slices
 from choros.torch.messages import decoded
@@ -68,7 +69,7 @@ class DividedParameter:
             if not torch.is_tensor(value) or tuple(value.shape) != shapes[first]:
                 return value
             items = [dense(parts[number][key]).reshape(-1) for number in sorted(parts)]
-            return torch.cat(items).view(parameter.shape).to(parameter.device)
+            return TorchArrays.laid_out_as(parameter, torch.cat(items).view(parameter.shape).to(parameter.device))
 
         if shapes[first] == tuple(parameter.shape):
             return parts[first]

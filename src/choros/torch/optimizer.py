@@ -70,12 +70,8 @@ class _HorovodMethods:
         _hook_of(self).set_micro_batches(passes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Torch's method; an error between a backward pass and its step."""
-        if _hook_of(self).pending:
-            raise ConfigError(
-                "zero_grad() was called between backward() and step(), before gradients were reduced: "
-                "call it after step(), or before backward()."
-            )
+        """Torch's method; backward passes before it do not count, such as that of a GAN's generator for its critic."""
+        _hook_of(self).drop_gradients()
         if slices := slices_of(self):
             slices.restore()
         super().zero_grad(set_to_none)  # type: ignore[misc]
@@ -291,7 +287,10 @@ def join(device: int = -1) -> int:
     optimizers = sorted(hooks, key=lambda each: hooks[each].number)
     exchanges = [exchange for each in optimizers if (exchange := hooks[each].exchange)]
     if any(exchange.pending for exchange in exchanges):
-        raise ConfigError("join() was called between backward() and step(): call step() first.")
+        raise ConfigError(
+            "join() was called between backward() and step(): call step() first, or zero_grad() if another loss has "
+            "computed these gradients."
+        )
     sets = (hook.process_set for hook in hooks.values() if hook.process_set)
     process_set = joining.process_set_of(sets, "distributed optimizers of this process")
     parts: dict[Any, Any] = {}

@@ -66,9 +66,7 @@ def restore(optimizer: Any, saved: SavedSlices) -> None:
 
 @contextmanager
 def using(optimizer: Any, saved: Any) -> Iterator[None]:
-    """A context in which slices are cut anew from what was ``saved``, where ranks were lost; anything but slices is of
-    no use.
-    """
+    """A context in which slices are cut anew from what was ``saved``, where ranks were lost; only slices are of use."""
     slices = slices_of(optimizer)
     if slices is None or not isinstance(saved, SavedSlices) or saved.slices is not slices:
         yield

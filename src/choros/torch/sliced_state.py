@@ -75,6 +75,7 @@ class ParameterSlices:
         number: that of this rank's slice.
         divided: how each parameter is divided.
         compared: whether ranks have compared the parameters since they were divided.
+        loads: how many states of one process steps have begun with since ranks compared that.
         saved: this rank's last commit in memory, while slices are cut anew from it.
         is_checked: whether the state was found to consist of what ranks can send one another.
         name: tells it from others that have the same parameters; the same on every rank.
@@ -97,6 +98,7 @@ class ParameterSlices:
         self.name = f"{number} of {admissions}" if admissions else str(number) if number > 1 else ""
         self.is_whole = True
         self.compared = self.is_checked = False
+        self.loads = 0
         self.saved: SavedSlices | None = None
         self.reducer: GradientReducer | None = None
         self._state: State = optimizer.state
@@ -198,7 +200,9 @@ class ParameterSlices:
         before = parameter.grad
         if before is not None and before.is_sparse:
             return dense.to_sparse(before.sparse_dim())
-        return dense.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else dense
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            return dense.to_sparse(1)
+        return _arrays.laid_out_as(division.own, dense)
 
     def end(self, optimizer: Any) -> None:
         """Puts the parameters back into the groups, and gathers the items that the ranks have updated."""
@@ -331,7 +335,7 @@ class ParameterSlices:
         """From now on, the ranks that there are have these items of the parameters."""
         communicator = self.process_set.communicator
         self.holders, self.number = Holders.now(communicator), communicator.rank
-        self.compared = False
+        self.compared, self.loads = False, 0
         self.divided = self.divider.divided(ranges)
         self._serve()
 

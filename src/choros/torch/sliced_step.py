@@ -8,8 +8,6 @@ and has joined: it makes the updates of its slices with the others' gradients an
     parameters ────────── allgather ──────────  the same
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
@@ -17,8 +15,9 @@ from typing import Any, final
 import numpy as np
 
 from choros.comm import Request
-from choros.parallel.identical import Comparison
+from choros.parallel.identical import Comparison, check_identical
 from choros.parallel.reduce.gradients import Gradient
+from choros.parallel.reduce.slices import LOADED, check_loaded
 from choros.parallel.reduce.torch_backward import BackwardExchange, compare_parameters
 from choros.torch.division import trained
 from choros.torch.messages import decoded, encoded
@@ -28,6 +27,11 @@ ADVICE = (
     "Start all ranks from the same values: call broadcast_parameters(model.state_dict(), root_rank=0) and "
     "broadcast_optimizer_state(optimizer, root_rank=0) before training, and in a function of hvd.elastic.run give the "
     "model, too, to TorchState."
+)
+
+_SETTINGS_ADVICE = (
+    "Give all ranks identical settings: pass ReduceLROnPlateau the mean of their losses, hvd.allreduce(loss), and call "
+    "broadcast_optimizer_state(optimizer, root_rank=0) if one rank alone resumes."
 )
 
 
@@ -63,9 +67,12 @@ class SlicedStep:
         if self._active:
             whole = None if items is not None else [parameter.grad for parameter in parameters]
             self._announce(optimizer, whole, self._active[0])
-        if not self.slices.compared:  # each rank will give the others its own items, and no later comparison can tell
+        if self.slices.is_whole and optimizer.state:
+            self.slices.loads += 1
+        if not self.slices.compared:
             self.slices.compared = True
             compare_parameters(parameters, Comparison(before=True), ADVICE, self.slices.process_set)
+            self.compare(optimizer, Comparison(before=True))
         if items is None:
             items = self._cut(parameters, [parameter.grad for parameter in parameters])
         self.slices.begin(optimizer, dict(zip(parameters, items, strict=True)))
@@ -75,6 +82,27 @@ class SlicedStep:
         self.slices.end(optimizer)
         if self._active:  # ranks that have joined have gathered them, too, but have no batches
             self._communicator.not_joined = self._active
+
+    def compare(self, optimizer: Any, comparison: Comparison) -> None:
+        """Checks that ranks have identical settings, such as the learning rate, and have loaded as many states: each
+        gives the others its own items, and parameters do not tell.
+        """
+        process_set, communicator = self.slices.process_set, self._communicator
+        loads = communicator.atomic(lambda: communicator.agree(LOADED, value=self.slices.loads))
+        check_loaded(loads, process_set.ranks)
+        self.slices.loads = 0
+        groups = enumerate(optimizer.param_groups)
+        places = [
+            (index, group, key) for index, group in groups for key, each in group.items() if isinstance(each, float)
+        ]
+        names = [f"{key} of group {index}" for index, _, key in places]
+        values = [np.array(group[key]) for _, group, key in places]
+
+        def assign(number: int, host: Any) -> None:
+            _, group, key = places[number]
+            group[key] = float(host)
+
+        check_identical(names, values, comparison, advice=_SETTINGS_ADVICE, process_set=process_set, assign=assign)
 
     def abandon(self) -> None:
         """Forgets the gradients of a step that is not made."""

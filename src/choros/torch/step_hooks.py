@@ -1,6 +1,4 @@
-"""What torch's hooks of ``step`` do for a distributed optimizer: they reduce gradients before it, or combine after it
-what it has changed.
-"""
+"""What torch's hooks of ``step`` do for a distributed optimizer: reduce gradients before it, or combine its changes."""
 
 import itertools
 import sys
@@ -45,7 +43,7 @@ class GradientHook:
         self.process_set = None if exchange is None else exchange.reducer.config.process_set
         self.skipping = False
         self.number = next(_created)
-        self._reduced = False
+        self._reduced = self._dropped = False
         self._warned = False
         self._is_logged = False
 
@@ -59,10 +57,25 @@ class GradientHook:
         """Whether the optimizer may make steps with the ranks that there are: not if its slices are those of others."""
         return self.process_set is not None and (self._sliced is None or self._sliced.slices.are_of_present_ranks)
 
+    def drop_gradients(self) -> None:
+        """Forgets backward passes since the last step, whose gradients are made zeros."""
+        if self.pending:
+            self.abandon_step()
+            self._dropped = True
+
+    def _check_order(self) -> None:
+        dropped, self._dropped = self._dropped and not self.pending, False
+        if dropped:
+            raise ConfigError(
+                "zero_grad() was called between backward() and step(), so that no gradients are left: call it after "
+                "step(), or before backward()."
+            )
+
     def reduce(self, optimizer: Any) -> None:
         """Reduces whole gradients now."""
         if self.exchange is None:
             return
+        self._check_order()
         parameters = trained(optimizer)
         reduced = self.exchange.reduce(parameters, [parameter.grad for parameter in parameters])
         for parameter, gradient in zip(parameters, reduced, strict=True):
@@ -74,6 +87,7 @@ class GradientHook:
         if self._sliced is None:
             self.reduce(optimizer)
         else:
+            self._check_order()
             self._sliced.scatter(optimizer)
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,8 +115,9 @@ class GradientHook:
         """Once, ranks compare their parameters."""
         if self._sliced is not None:
             self._sliced.end(optimizer)
-        if self.exchange is not None:
-            self.exchange.compare(ADVICE)
+        due = None if self.exchange is None else self.exchange.compare(ADVICE)
+        if due is not None and self._sliced is not None:
+            self._sliced.compare(optimizer, due)
         if self.process_set is not None and not self._is_logged:
             self._is_logged = True
             weights = sum(each.numel() * each.element_size() for each in trained(optimizer))
@@ -176,6 +191,9 @@ class ChangeHook:
         self.number = next(_created)
         self._compression = compression
         self._before: list[tuple[Any, Any]] = []
+
+    def drop_gradients(self) -> None:
+        """Nothing: no hook counts backward passes."""
 
     def reduce(self, optimizer: Any) -> None:
         """Nothing: gradients are those of this rank."""

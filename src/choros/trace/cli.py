@@ -7,7 +7,7 @@ import click
 from choros.errors import ConfigError
 from choros.observe.timeline import parts_directory
 from choros.trace.files import merge_parts, read_trace
-from choros.trace.summary import summarize, summary_text
+from choros.trace.summary import summary_text
 from choros.trace.trace import Trace
 
 _HELP = """\
@@ -52,7 +52,7 @@ def timeline(file: Path, summary: bool, top: int) -> int:  # fmt: skip
     """See ``_HELP``."""
     trace = trace_of(file, merge=not summary)
     if summary:
-        click.echo(summary_text(summarize(trace), top), nl=False)
+        click.echo(summary_text(trace, top), nl=False)
     else:
         ranks = "1 rank" if len(trace.ranks) == 1 else f"{len(trace.ranks)} ranks"
         click.echo(f"{file}: {ranks}, {len(trace.calls)} calls of collectives.")

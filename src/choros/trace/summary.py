@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -55,45 +55,31 @@ class CollectiveTimes:
     bytes: int
 
 
-@dataclass(frozen=True)
-class TimelineSummary:
-    """What a trace says; ``waits`` has the ranks waited for longest first, ``collectives`` the longest first."""
-
-    size: int
-    ranks: tuple[RankTimes, ...]
-    waits: tuple[WaitsForRank, ...]
-    collectives: tuple[CollectiveTimes, ...]
-
-
-def summarize(trace: Trace) -> TimelineSummary:
-    """Returns the summary of ``trace``."""
-    return TimelineSummary(trace.size, tuple(_rank_times(trace)), tuple(_waits(trace)), tuple(_collectives(trace)))
-
-
-def summary_text(summary: TimelineSummary, most: int = 10) -> str:
-    """Returns ``summary`` as tables, with ``most`` collectives or fewer in the last one."""
-    recorded = max(each.recorded for each in summary.ranks)
-    ranks = "1 rank" if summary.size == 1 else f"{summary.size} ranks"
-    if len(summary.ranks) < summary.size:
-        numbers = ", ".join(str(each.rank) for each in summary.ranks)
-        ranks += f", of which {len(summary.ranks)} recorded ({numbers})"
-    blocks = [f"{ranks}, {_time(recorded)}", _ranks_table(summary.ranks)]
-    if summary.waits:
-        total = sum(each.total for each in summary.waits)
-        first = summary.waits[0]
-        share = f", {_share(first.total, total)} of it for rank {first.rank}" if total else ""
+def summary_text(trace: Trace, most: int = 10) -> str:
+    """Returns where the time of ``trace`` went, as tables, with ``most`` collectives or fewer in the last one."""
+    times, waits, collectives = list(rank_times(trace)), waits_of(trace), collective_times(trace)
+    recorded = max(each.recorded for each in times)
+    ranks = "1 rank" if trace.size == 1 else f"{trace.size} ranks"
+    if len(times) < trace.size:
+        numbers = ", ".join(str(each.rank) for each in times)
+        ranks += f", of which {len(times)} recorded ({numbers})"
+    blocks = [f"{ranks}, {_time(recorded)}", _ranks_table(times)]
+    if waits:
+        total = sum(each.total for each in waits)
+        share = f", {_share(waits[0].total, total)} of it for rank {waits[0].rank}" if total else ""
         blocks += [
             f"Ranks waited for each other {_time(total)}, added up over all ranks{share}.",
-            _waits_table(summary.waits),
+            _waits_table(waits),
         ]
-    if summary.collectives:
-        blocks.append(_collectives_table(summary.collectives[:most]))
-        left = len(summary.collectives) - most
+    if collectives:
+        blocks.append(_collectives_table(collectives[:most]))
+        left = len(collectives) - most
         blocks += [f"and {left} more (--top)"] if left > 0 else []
     return "\n\n".join(blocks) + "\n"
 
 
-def _rank_times(trace: Trace) -> Iterable[RankTimes]:
+def rank_times(trace: Trace) -> Iterator[RankTimes]:
+    """Yields where the time of each rank went."""
     calls_of: defaultdict[int, list[Call]] = defaultdict(list)
     intervals_of: defaultdict[int, list[Interval]] = defaultdict(list)
     for call in trace.calls:
@@ -118,7 +104,8 @@ def _rank_times(trace: Trace) -> Iterable[RankTimes]:
         )
 
 
-def _waits(trace: Trace) -> list[WaitsForRank]:
+def waits_of(trace: Trace) -> list[WaitsForRank]:
+    """Returns the waits for each rank, longest first."""
     waits: defaultdict[int, list[int]] = defaultdict(list)
     collectives: defaultdict[int, int] = defaultdict(int)
     names: defaultdict[tuple[int, str], int] = defaultdict(int)
@@ -135,7 +122,8 @@ def _waits(trace: Trace) -> list[WaitsForRank]:
     return sorted(found, key=lambda each: -each.total)
 
 
-def _collectives(trace: Trace) -> list[CollectiveTimes]:
+def collective_times(trace: Trace) -> list[CollectiveTimes]:
+    """Returns the times of collectives by name, longest first."""
     named: defaultdict[tuple[str, str], list[tuple[int, int, int, int]]] = defaultdict(list)
     for collective in collectives_of(trace.calls):
         calls = collective.calls

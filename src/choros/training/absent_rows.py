@@ -69,17 +69,14 @@ def _with_row(leaf: Any, absent: Any) -> Any:
         return keras.ops.zeros((1, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
     import tensorflow as tf
 
-    return tf.cond(absent, lambda: _tensorflow_row(leaf), lambda: leaf)
+    def one_row() -> Any:
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.RaggedTensor.from_row_splits(leaf.values, tf.zeros([2], leaf.row_splits.dtype))
+        if isinstance(leaf, tf.SparseTensor):
+            row = tf.SparseTensor(leaf.indices, leaf.values, tf.concat([[1], leaf.dense_shape[1:]], 0))
+        else:
+            row = tf.zeros(tf.concat([[1], tf.shape(leaf)[1:]], 0), leaf.dtype)
+        row.set_shape([None, *leaf.shape[1:]])
+        return row
 
-
-def _tensorflow_row(leaf: Any) -> Any:
-    import tensorflow as tf
-
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.RaggedTensor.from_row_splits(leaf.values, tf.zeros([2], leaf.row_splits.dtype))
-    if isinstance(leaf, tf.SparseTensor):
-        row = tf.SparseTensor(leaf.indices, leaf.values, tf.concat([[1], leaf.dense_shape[1:]], 0))
-    else:
-        row = tf.zeros(tf.concat([[1], tf.shape(leaf)[1:]], 0), leaf.dtype)
-    row.set_shape([None, *leaf.shape[1:]])
-    return row
+    return tf.cond(absent, one_row, lambda: leaf)

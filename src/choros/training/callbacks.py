@@ -17,10 +17,17 @@ from choros.observe.events import Kind
 from choros.observe.progress import page
 from choros.parallel.reduce import noise
 from choros.settings import current
-from choros.training.keras_internals.models import is_built
+from choros.training.keras_internals.models import is_built, overrides
 from choros.training.loading import time_loading
 from choros.training.metric_reports import report_metrics
-from choros.training.metrics import average_logs, count_examples, flat_results, global_results
+from choros.training.metrics import (
+    as_logged,
+    count_examples,
+    flat_results,
+    global_results,
+    own_results,
+    shared_logs,
+)
 from choros.training.random_numbers import draw_by_rank
 from choros.training.run_callback import RunCallback
 from choros.training.trainer import Steps, attach, model_variables
@@ -226,9 +233,11 @@ class MetricAverageCallback(EpochCallback):
         del device
         self._whole_tests = whole_tests
         self._training: dict[str, float] = {}
+        self._own: dict[str, Any] = {}
         self._validation: dict[str, float] = {}
         self._in_epoch = False
         self._examples = 0
+        self.shared: dict[str, float] = {}  # the logs, of all ranks, of the last test by a step of the user's
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Discards the metrics of the last epoch."""
@@ -254,9 +263,15 @@ class MetricAverageCallback(EpochCallback):
             results = global_results(self.model, counted=True)
         else:
             results = flat_results(self._steps.evaluation.end())
+        logged = as_logged(results, logs or ())
+        if logs is not None and overrides(self.model, "test_step"):
+            others = {name: value for name, value in logs.items() if name not in logged}
+            examples, own = count_examples(self.model) or 1, own_results(self.model)
+            self.shared = logged | shared_logs(others, examples, own, results)
+            logs.update(self.shared)
         if self._in_epoch or self._training:
-            self._validation = {f"val_{name}": value for name, value in results.items()}
-        _replace(logs, results)
+            self._validation = {f"val_{name}": value for name, value in (self.shared or logged).items()}
+        _replace(logs, logged)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Replaces the logs that all later callbacks see."""
@@ -265,15 +280,19 @@ class MetricAverageCallback(EpochCallback):
             self._store_training()
         if logs is None:
             return
-        known = {**self._training, **self._validation}
+        of_training = {name for name in logs if not name.startswith("val_")}
+        known = {**as_logged(self._training, of_training), **self._validation}
         others = {name: value for name, value in logs.items() if name not in known}
-        for results in (self._training, self._validation):
-            if not results.keys() & logs.keys():
-                logs.update(results)  # this rank had no batches, and Keras logs no metrics
         _replace(logs, known)
-        if others:
+        # Of a rank without batches, Keras logs no metrics.
+        if len(of_training) == len(logs):
+            logs.update(self._validation)
+        if not of_training:
+            logs.update(self._training)
+        if others or overrides(self.model, "train_step"):
             share = self._steps.last_share
-            logs.update(average_logs(others, (self._examples or 1) if share is None else share))
+            weight = (self._examples or 1) if share is None else share
+            logs.update(shared_logs(others, weight, self._own, self._training))
         if (measured := noise.noise_scale()) is not None:
             logs["noise_scale"] = measured.noise_scale
 
@@ -285,6 +304,7 @@ class MetricAverageCallback(EpochCallback):
     def _store_training(self) -> None:
         self._in_epoch = False
         self._examples = count_examples(self.model)
+        self._own = own_results(self.model) if overrides(self.model, "train_step") else {}
         self._training = global_results(self.model, counted=self._steps.is_spmd)
 
 

@@ -31,8 +31,7 @@ def pin_device(intra_op_threads: int | None = None, inter_op_threads: int | None
         The device, such as ``"gpu:1"`` or ``"cpu"``.
 
     Raises:
-        ConfigError: the framework has started already, so that the device, or the given number of threads, cannot be
-            set any more.
+        ConfigError: the framework has started: the device, or the given number of threads, cannot be set any more.
 
     Example:
         >>> import choros.keras as hvd

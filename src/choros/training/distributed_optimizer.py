@@ -73,17 +73,16 @@ class _DistributedMixin:
         optimizer: Any = self
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
-            if not optimizer.built:
-                with keras.name_scope(optimizer.name):
-                    optimizer.build(trainable_variables)
+            _build(optimizer, trainable_variables)
         variables = trained_by(self) if trainable_variables is None else trainable_variables
         reducer: Any = reducer_of(self)
-        micro_batches = apply_count(self) if reducer.reducer.config.micro_batches > 1 else 0
-        reduced = reducer.reduce(list(grads), variables, micro_batches)
+        reduced = list(grads) if getattr(_applying, "reduced", False) else self._reduce(grads, variables)
         _apply_reduced(self, reduced, trainable_variables)
         if reducer.is_due:
-            values = list(map(value_of, variables))
-            for variable, value, healed in zip(variables, values, reducer.compare(variables, values), strict=True):
+            # Slices are gathered, and the same on all ranks; what has updated them may not be.
+            compared = variables if reducer.slices is None else [*variables, *settings_of(optimizer)]
+            values = list(map(value_of, compared))
+            for variable, value, healed in zip(compared, values, reducer.compare(compared, values), strict=True):
                 if healed is not value:
                     variable.assign(healed)
 
@@ -93,16 +92,34 @@ class _DistributedMixin:
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Keras' own; for gradients that the caller has reduced, with one of the two arguments of Keras 2."""
-        if experimental_aggregate_gradients and not skip_gradients_aggregation:
-            return super().apply_gradients(grads_and_vars)  # type: ignore[misc]
+        """Keras' own, or the user's, for gradients of all ranks; with one of the arguments of Keras 2, the caller has
+        reduced them.
+        """
+        own: Any = super()
+        reduces = experimental_aggregate_gradients and not skip_gradients_aggregation
+        if reduces and own_class(self).apply_gradients is BaseOptimizer.apply_gradients:
+            return own.apply_gradients(grads_and_vars)
         gradients, variables = zip(*grads_and_vars, strict=True)
+        _build(self, variables)
+        if reduces:
+            reduced = self._reduce(gradients, variables)
+            _applying.reduced = True
+            try:
+                return own.apply_gradients(zip(reduced, variables, strict=True))
+            finally:
+                _applying.reduced = False
         reducer: Any = reducer_of(self)
         slices = reducer.slices
-        own = list(gradients) if slices is None else slices.cut(gradients, variables)
+        reduced = list(gradients) if slices is None else slices.cut(gradients, variables)
         reducer.ordering = None  # of the last reduction, which may have been in another function
-        _apply_reduced(self, own, list(variables))
+        _apply_reduced(self, reduced, list(variables))
         return apply_count(self)
+
+    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        reducer: Any = reducer_of(self)
+        micro_batches = apply_count(self) if reducer.reducer.config.micro_batches > 1 else 0
+        reduced: list[Any] = reducer.reduce(list(gradients), variables, micro_batches)
+        return reduced
 
     def build(self, variables: Any) -> None:
         """Creates the optimizer's state on ranks that keep it; by now an inner optimizer is known."""
@@ -156,6 +173,12 @@ class _DistributedMixin:
                 "already. Register it before the optimizer is built, or leave shard_state out."
             )
         reducer_of(self).local.append(var)  # type: ignore[union-attr]
+
+
+def _build(optimizer: Any, variables: Sequence[Any]) -> None:
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name):
+            optimizer.build(variables)
 
 
 def _apply_reduced(optimizer: Any, reduced: Sequence[Any], variables: Sequence[Any] | None) -> None:
@@ -212,6 +235,12 @@ def trained_by(optimizer: Any) -> list[Any]:
     """The variables of the model that a built optimizer trains, whole also where it has slices of them."""
     reducer = reducer_of(optimizer)
     return trained_variables(optimizer) if reducer is None or reducer.slices is None else reducer.slices.variables
+
+
+def settings_of(optimizer: Any) -> list[Any]:
+    """The variables that callbacks such as ``ReduceLROnPlateau`` change."""
+    rate = optimizer.learning_rate
+    return [rate] if isinstance(rate, keras.Variable) else []
 
 
 def own_class(optimizer: Any) -> Any:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from choros.durable import flush, replace, unfinished, workplace
+from choros.ownership import followed
 
 #: The names of files that Keras writes one at a time.
 _ONE_FILE = (".keras", ".h5", ".hdf5")
@@ -130,7 +131,7 @@ def _block_of(path: Any, arguments: Mapping[str, Any]) -> AbstractContextManager
 @contextmanager
 def _unfinished_export(path: str) -> Iterator[Path]:
     """A block that writes a file and weights that it names; absent during renames: readers see old, new or none."""
-    final = Path(os.path.realpath(path))
+    final = followed(path)
     with workplace(final.parent) as directory:
         yield directory / final.name
         flush(directory)
@@ -144,7 +145,7 @@ def _unfinished_export(path: str) -> Iterator[Path]:
 @contextmanager
 def _unfinished_shards(path: str) -> Iterator[Path]:
     """A block that writes sharded weights as the name it gets; readers find the last or new ones. ``path``: index."""
-    index = Path(os.path.realpath(path)).with_suffix(".json")
+    index = followed(path).with_suffix(".json")
     shard = re.compile(rf"{re.escape(index.stem.replace('.weights', ''))}_\d{{5}}(\.[12])?{re.escape(_SHARD)}")
     with workplace(index.parent) as directory:
         yield directory / Path(path).name

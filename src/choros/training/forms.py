@@ -186,8 +186,10 @@ class Reading:
             )
         else:
             parts = [each for each in operands if each.number != 0] or operands
-            # A row with a number of all rows is a function of each row; a number of all with another is none.
+            # A row with a mean of all is a function of each row, as in normalizations; a mean with another is none.
             highest = Dependence.OTHER if axis is None else Dependence.LINEAR
+            if axis is not None and not all(each.shape or _is_mean(each) for each in parts):
+                return ValueForm(shape, frozenset((_OTHER,)), axis)
 
             def add(first: frozenset[Form], second: frozenset[Form]) -> frozenset[Form]:
                 pairs = [(a, b) for a, b in itertools.product(first, second) if a.degree == b.degree]
@@ -284,6 +286,11 @@ def _kind_of_product(a: Form, b: Form, first: ValueForm, second: ValueForm, oper
         return max(a.kind, b.kind) if Dependence.NUMBER in (a.kind, b.kind) else Dependence.OTHER
     kinds = (_kind_beside_rows(form) if each.axis is None else form.kind for form, each in ((a, first), (b, second)))
     return max(kinds)
+
+
+def _is_mean(value: ValueForm) -> bool:
+    """Whether a number may be a mean over the rows, or not depend on them."""
+    return any(each.degree == 0 and each.kind is not Dependence.OTHER for each in value.forms)
 
 
 def _kind_beside_rows(form: Form) -> Dependence:

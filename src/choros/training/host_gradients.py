@@ -1,5 +1,6 @@
 """Gradients of Keras' framework on their way to the host, where ranks reduce them, and back."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,13 +43,18 @@ def host_call(
     """
     adapter, returned = keras_arrays(), layout if returned is None else returned
     inputs = [each if keras.ops.is_tensor(each) else keras.ops.convert_to_tensor(each, "int32") for each in numbers]
+    of_batch = []
     for gradient in gradients:
         rows = adapter.rows_of(gradient)
         inputs += (gradient,) if rows is None else rows[:2]
+        of_batch.append(rows is None or adapter.is_of_batch(rows[0]))
 
     def on_host(hosts: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
         results: list[Array] = []
-        own = _joined(hosts[len(numbers) :], layout, _rows_on_host)
+        own = [
+            dataclasses.replace(each, of_batch=of_its_batch) if isinstance(each, SparseRows) else each
+            for each, of_its_batch in zip(_joined(hosts[len(numbers) :], layout, _rows_on_host), of_batch, strict=True)
+        ]
         for result in function(hosts[: len(numbers)], own, out):
             results += (result.indices, result.values) if isinstance(result, SparseRows) else (result,)
         return [*results, np.asarray(flag(), np.int32)]

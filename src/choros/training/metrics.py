@@ -11,7 +11,7 @@ declares that. So ``rules_of`` tries it, once, from two states and on an invente
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,11 +30,14 @@ Array = NDArray[Any]
 _ROWS, _TRIALS = 3, 3
 #: How the ranks' values of a variable are merged; ``None``: they are those of rank 0.
 Rule = Reduction | None
+Logs = Mapping[str, Any]
+#: A rule, and the value that the variable begins with on each rank.
+Start = tuple[Rule, Any]
 
 _DECLARED = {"sum": Reduction.SUM, "mean": Reduction.AVERAGE}
 #: For metrics of the user's: the arguments of an update, as arrays of zeros, and the rules once they are known.
 _arguments: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_rules: weakref.WeakKeyDictionary[Any, list[Rule]] = weakref.WeakKeyDictionary()
+_rules: weakref.WeakKeyDictionary[Any, list[Start]] = weakref.WeakKeyDictionary()
 #: With how many admissions of new ranks, which do not know them, the ranks have agreed on the rules.
 _agreed_with: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -87,12 +90,37 @@ def merged_metrics(metrics: Sequence[Any]) -> Iterator[None]:
             variable.assign(value)
 
 
-def average_logs(logs: dict[str, Any], examples: float) -> dict[str, float]:
-    """The ranks' mean of numbers that are no metrics, weighted by ``examples`` or shares; all ranks have the names."""
-    names = sorted(name for name, value in logs.items() if np.ndim(value) == 0 and not isinstance(value, str))
-    weighted = np.array([float(logs[name]) * examples for name in names] + [float(examples)])
-    total = global_process_set.communicator.allreduce(weighted, Reduction.SUM, name=f"logs {', '.join(names)}")
-    return {name: float(value / (total[-1] or 1.0)) for name, value in zip(names, total, strict=False)}
+def as_logged(results: Logs, names: Collection[str]) -> dict[str, Any]:
+    """The ``results`` of metrics without those that are none of what Keras logs by these ``names``: it logs what the
+    user's step returns unless these are the names of all metrics, whose results are 0 if the step did not update them.
+    """
+    is_of_step = bool(names) and set(names) != set(results)
+    return {name: value for name, value in results.items() if not is_of_step or (name in names and np.any(value))}
+
+
+def own_results(model: Any) -> dict[str, Any]:
+    """The results of the model's metrics, by the names under which ``fit`` logs them, of this rank's rows."""
+    return flat_results(keras.tree.map_structure(_on_host, type(model).get_metrics_result(model)))
+
+
+def shared_logs(logs: Logs, examples: float, own: Logs, results: Logs) -> dict[str, float]:
+    """What ranks have logged by names of no metric: the mean, weighted by their ``examples``. A number that is a
+    metric's ``own`` result of this rank, which a step has returned by another name, becomes that of all ``results``.
+    """
+    numbers = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0 and not isinstance(value, str)}
+    equal = {
+        name: [metric for metric, each in own.items() if np.ndim(each) == 0 and np.isclose(value, each, 1e-6, 0.0)]
+        for name, value in numbers.items()
+    }
+    shared: dict[str, float] = {}
+    everywhere = [each for each in allgather_object((examples, numbers, equal), name="logs") if each[0]]
+    for name in dict.fromkeys(name for _, numbers, _ in everywhere for name in numbers):
+        having = [each for each in everywhere if name in each[1]]
+        metric = next((each for each in having[0][2][name] if each in results), None)
+        total = sum(weight for weight, _, _ in having)
+        mean = sum(weight * numbers[name] for weight, numbers, _ in having) / total
+        shared[name] = mean if metric is None else float(results[metric])
+    return shared
 
 
 def count_examples(model: Any) -> int:
@@ -124,7 +152,8 @@ def watch(metric: Any) -> None:
 def _merged(metrics: Sequence[Any]) -> tuple[list[Any], list[Array], list[Array]]:
     """Returns the metrics' variables, this rank's values, and the values that one process would have."""
     metrics = single_metrics(metrics)
-    rules = _rules_of(metrics)
+    starts = _rules_of(metrics)
+    rules = [rule for rule, _ in starts]
     variables = [variable for metric in metrics for variable in metric.variables]
     own = [np.array(adapter_of(variable.value).to_host(variable.value)) for variable in variables]
     values = list(own)
@@ -137,11 +166,12 @@ def _merged(metrics: Sequence[Any]) -> tuple[list[Any], list[Array], list[Array]
         else:
             reduced = communicator.grouped_allreduce(arrays, rule, name="metrics")
         for index, value in zip(chosen, reduced, strict=True):
-            values[index] = value
+            others = (communicator.size - 1) * starts[index][1] if rule is Reduction.SUM else 0
+            values[index] = value - others if np.any(others) else value
     return variables, own, values
 
 
-def _rules_of(metrics: Sequence[Any]) -> list[Rule]:
+def _rules_of(metrics: Sequence[Any]) -> list[Start]:
     membership = global_process_set.membership
     admissions = 0 if membership is None else membership.admissions
     unknown = [each for each in metrics if not is_keras_own(each) and _agreed_with.get(each) != admissions]
@@ -156,21 +186,28 @@ def _rules_of(metrics: Sequence[Any]) -> list[Rule]:
     return [rule for metric in metrics for rule in _rules.get(metric) or _declared(metric)]
 
 
-def _declared(metric: Any) -> list[Rule]:
-    return [_DECLARED.get(variable.aggregation) for variable in metric.variables]
+def _declared(metric: Any) -> list[Start]:
+    return [(_DECLARED.get(variable.aggregation), 0) for variable in metric.variables]
 
 
-def _try(metric: Any) -> list[Rule] | None:
+def _try(metric: Any) -> list[Start] | None:
     """Returns the rules of the variables of a metric of the user's; ``None`` if it has not been updated yet."""
     if metric not in _arguments:
         return None
+    if not metric.variables:
+        warnings.warn(
+            f"the metric {metric.name!r} has no variables, which add_weight() creates: its result is that of rank 0's "
+            "rows.",
+            stacklevel=2,
+        )
+        return []
     generator = np.random.default_rng(0)
     declared = _declared(metric)
     any_of_three: list[Rule] = [Reduction.SUM, Reduction.MAX, Reduction.MIN]
     undeclared = [variable.aggregation == "none" for variable in metric.variables]  # of keras.Variable, not add_weight
     candidates = [
         any_of_three if rule is Reduction.SUM or unknown else [rule]
-        for rule, unknown in zip(declared, undeclared, strict=True)
+        for (rule, _), unknown in zip(declared, undeclared, strict=True)
     ]
     try:
         reset = _hosts(metric.stateless_reset_state())
@@ -181,6 +218,8 @@ def _try(metric: Any) -> list[Rule] | None:
             for index, rules in enumerate(candidates):
                 states = reset[index], s[index], t[index], both[index]
                 candidates[index] = [rule for rule in rules if len(rules) == 1 or _holds(rule, *states)]
+        merged = all(rules and rules[0] in any_of_three for rules in candidates)
+        weighs_batches = merged and _weighs_batches(metric, reset, a, b)
     except Exception as error:  # noqa: BLE001  (the user's code, on data it was not written for)
         warnings.warn(
             f"the metric {metric.name!r} cannot be tried on invented data ({error}): its state is summed over the "
@@ -195,13 +234,39 @@ def _try(metric: Any) -> list[Rule] | None:
                 "minimum over batches: its value on all ranks is that of rank 0.",
                 stacklevel=2,
             )
-    return [rules[0] if rules else None for rules in candidates]
+    if weighs_batches:
+        warnings.warn(
+            f"the metric {metric.name!r} gives each batch a weight of its own, whatever its number of rows: the rows "
+            "of each rank count as a batch. Let update_state() add sums over rows, and result() divide them.",
+            stacklevel=2,
+        )
+    return [(rules[0] if rules else None, start) for rules, start in zip(candidates, reset, strict=True)]
 
 
 def _holds(rule: Any, reset: Array, s: Array, t: Array, both: Array) -> bool:
     with np.errstate(invalid="ignore"):
         expected = {Reduction.SUM: s + (t - reset), Reduction.MAX: np.maximum(s, t), Reduction.MIN: np.minimum(s, t)}
     return bool(np.allclose(both, expected[rule], rtol=1e-4, atol=1e-5))
+
+
+def _weighs_batches(metric: Any, reset: Sequence[Array], a: Any, b: Any) -> bool:
+    """Whether other batches of the same rows have another result. What is given one number for a batch weighs them."""
+    if not all(np.ndim(leaf) for leaf in keras.tree.flatten(a) if keras.ops.is_tensor(leaf)):
+        return False
+    larger = _joined(a, b)
+    states = _updated(metric, _updated(metric, reset, b), larger), _updated(metric, reset, _joined(b, larger))
+    results = [metric.stateless_result(list(map(keras.ops.convert_to_tensor, state))) for state in states]
+    first, second = (list(map(_on_host, keras.tree.flatten(each))) for each in results)
+    return not all(np.allclose(*each, rtol=1e-3, atol=1e-5, equal_nan=True) for each in zip(first, second, strict=True))
+
+
+def _joined(*batches: Any) -> Any:
+    """The rows of ``batches`` in one."""
+
+    def join(*leaves: Any) -> Any:
+        return keras.ops.concatenate(leaves) if keras.ops.is_tensor(leaves[0]) else leaves[0]
+
+    return keras.tree.map_structure(join, *batches)
 
 
 def _updated(metric: Any, state: Sequence[Array], arguments: Any) -> list[Array]:
@@ -223,11 +288,8 @@ def _zeros_like(value: Any) -> Any:
     shape = getattr(value, "shape", None)
     if shape is None:
         return value
-    return np.zeros([_ROWS, *(size or _ROWS for size in tuple(shape)[1:])][: len(shape)], _dtype(value))
-
-
-def _dtype(value: Any) -> str:
-    return str(keras.backend.standardize_dtype(value.dtype))
+    dtype = str(keras.backend.standardize_dtype(value.dtype))
+    return np.zeros([_ROWS, *(size or _ROWS for size in tuple(shape)[1:])][: len(shape)], dtype)
 
 
 def _invented(zeros: Any, generator: np.random.Generator, scale: float) -> Any:

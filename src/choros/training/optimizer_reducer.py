@@ -174,6 +174,8 @@ class OptimizerReducer:
         """Reduces this rank's gradients for the update; ``micro_batches``: the calls of ``apply`` before this one."""
         gradients = list(gradients)
         self._due = self.ordering = None
+        if not gradients:  # all weights are frozen: ranks without rows do not come
+            return gradients
         if self._sparse_as_dense:
             adapter = keras_arrays()
             gradients = [adapter.to_dense(g, tuple(v.shape)) for g, v in zip(gradients, variables, strict=True)]

@@ -7,8 +7,6 @@ rank 1        iteration  learning_rate  m of b  v of b                      of t
 saving, on any ranks ── slot by slot ──► the others give their items when they next wait for one another
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -93,9 +91,7 @@ class OptimizerSlots:
         return [self.variables[position] for (piece, _), position in self._positions.items() if piece is not None]
 
     def position(self, slot: Slot, number: int = ALONE) -> int | None:
-        """The position in ``variables`` of a slot of one process, or of its items in the slice with this number;
-        ``None`` if this rank has none.
-        """
+        """The position in ``variables`` of a process's slot, or its items in this slice; ``None``: not of this rank."""
         piece = None if slot.index is None else (slot.index, number)
         return self._positions.get((piece, slot.ordinal))
 

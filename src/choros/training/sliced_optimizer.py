@@ -12,8 +12,6 @@ ranks, a variable v and Adam::
 Files have the state of one process, which a rank alone may write: ``whole_state.py``.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

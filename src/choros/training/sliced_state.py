@@ -3,11 +3,8 @@ for the items of a variable in one slice while Keras updates these. Optimizers t
 others have whole variables, which are their own slice variables. A step: see ``sliced_optimizer.py``.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
@@ -75,7 +72,7 @@ class Slices:
         self.seen = self.holders.members
         self._present = communicator.launched
         if self.receives_whole and process_set is global_process_set:
-            self._follow()
+            on_change(self._on_change)
         self.by_item = works_by_item(optimizer)
         self.is_inside = innermost(optimizer) is not optimizer
         self._indices = {id(variable): index for index, variable in enumerate(variables)}
@@ -101,18 +98,8 @@ class Slices:
         self._micro_batches = innermost(optimizer).gradient_accumulation_steps or 1
         self._applied = apply_count(optimizer)
 
-    def _follow(self) -> None:
-        """Notes which members are lost."""
-        own = weakref.WeakMethod(self._on_change)
-
-        def listener(change: Change) -> None:
-            method = own()
-            if method is not None:
-                method(change)
-
-        weakref.finalize(self, on_change(listener)).atexit = False
-
     def _on_change(self, change: Change) -> None:
+        """Notes which members are lost."""
         self.holders = self.holders.without({self._present[rank] for rank in change.lost if rank < len(self._present)})
         self._present = self.process_set.communicator.launched
 
@@ -136,9 +123,7 @@ class Slices:
 
     @property
     def slice_variables(self) -> list[Any]:
-        """The slice variables with which the optimizer is built. The last one stands for no variable: a rank that has
-        no items counts its updates by it.
-        """
+        """The optimizer's slice variables; by the last, of no variable, a rank without items counts its updates."""
         return [*self.own.values(), self._padding]
 
     def index_of(self, variable: Any) -> int:

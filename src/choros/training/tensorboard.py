@@ -12,10 +12,9 @@
 These are the names that ``keras.callbacks.TensorBoard`` writes, so runs of both can be compared.
 """
 
-import importlib.util
+import importlib
 import itertools
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ import keras
 
 from choros.comm import is_initialized, topology
 from choros.errors import ConfigError
+from choros.frameworks import is_installed
 
 _numbers = itertools.count()
 
@@ -179,7 +179,7 @@ def stand_in_for(callback: Any) -> Any:
     >>> stand_in_for(callback) is callback
     True
     """
-    if type(callback) is not keras.callbacks.TensorBoard or (_can_import("tensorflow") and _can_import("tensorboard")):
+    if type(callback) is not keras.callbacks.TensorBoard or all(map(is_installed, ("tensorflow", "tensorboard"))):
         return callback
     requested = {
         "write_images": callback.write_images,
@@ -223,12 +223,6 @@ def _graph(layers: str) -> Iterator[Any]:
     plugin = SummaryMetadata.PluginData(plugin_name="graph_keras_model", content=b"1")
     tensor = TensorProto(dtype="DT_STRING", string_val=[layers.encode()])
     yield Summary(value=[Summary.Value(tag="keras", metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor)])
-
-
-def _can_import(name: str) -> bool:
-    if name in sys.modules:
-        return sys.modules[name] is not None
-    return importlib.util.find_spec(name) is not None
 
 
 def _learning_rates(optimizer: Any) -> dict[str, Any]:

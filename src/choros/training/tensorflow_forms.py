@@ -1,8 +1,7 @@
 """How a loss in TensorFlow's graph depends on the rows (``forms.py``), whose number it seldom knows; gradients."""
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -32,6 +31,8 @@ _RULES = {
 }
 _REDUCTIONS = frozenset(("All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Min", "Prod"))
 _PRODUCTS = frozenset(("BatchMatMulV2", "BatchMatMulV3", "MatMul"))
+_ONE = ValueForm((), number=1.0)
+_OF_LENGTHS = frozenset(("GatherV2", "Prod", "Size", "StridedSlice", "Unpack"))
 #: What has values of its own, but not of the batch.
 _WEIGHTS = frozenset(("ReadVariableOp", "VarHandleOp", "VariableV2"))
 
@@ -132,7 +133,7 @@ class _Graph:
             return reading.broadcast(filled, shape, range(len(shape) - len(filled.shape), len(shape)))
         if kind == "Shape":
             return ValueForm(shape)
-        length = self._length(operation, operands, shape) if kind in ("Prod", "Size", "StridedSlice") else None
+        length = self._length(made, operands, shape) if kind in _OF_LENGTHS else None
         if length is not None:
             return length
         if kind in ("Select", "SelectV2"):
@@ -172,24 +173,52 @@ class _Graph:
             named.append([*range(-len(each.shape), -2), *last][-len(each.shape) :])
         return self._reading.contract(operands, named, [*range(-len(shape), -2), "row", "column"], shape)
 
-    def _length(self, operation: Any, operands: list[ValueForm], shape: tuple[int | None, ...]) -> ValueForm | None:
-        """A length of an array, or its number of elements; ``None`` if ``operation`` computes neither."""
-        first = operation.inputs[0]
-        if operation.type == "Prod" and first.op.type == "Pack":
-            factors = [self._values[each.name] for each in first.op.inputs]
-            return functools.reduce(lambda a, b: self._reading.arithmetic("mul", [a, b], shape), factors)
-        if operation.type != "Size" and (first.op.type != "Shape" or shape):
-            return None
-        array = operands[0] if operation.type == "Size" else self._values[first.op.inputs[0].name]
-        axes = range(len(array.shape))
-        if operation.type == "StridedSlice":
+    def _length(self, made: Any, operands: list[ValueForm], shape: tuple[int | None, ...]) -> ValueForm | None:
+        """A length of an array, or a product of some; ``None`` if what is ``made`` is neither."""
+        operation = made.op
+        if operation.type == "Size":
+            lengths: Sequence[ValueForm] | None = self._lengths_of(operands[0])
+        else:
+            lengths = None if shape else self._lengths(operation.inputs[0])
+        if lengths is not None and operation.type == "Unpack":
+            lengths = [lengths[made.value_index]]
+        elif lengths is not None and operation.type in ("GatherV2", "StridedSlice"):
             place = tf.get_static_value(operation.inputs[1])
-            axes = axes if place is None else range(int(place[0]) % len(axes), int(place[0]) % len(axes) + 1)
-        lengths = [array.shape[axis] for axis in axes]
-        known = [each for each in lengths if each is not None]
-        if len(known) == len(lengths):
-            return ValueForm(shape, number=float(math.prod(known)))
-        return ValueForm(shape, frozenset((COUNT,)) if array.axis in axes else frozenset((CONSTANT,)))
+            lengths = None if place is None else [lengths[int(np.ravel(place)[0])]]
+        if lengths is None:
+            return None
+        return functools.reduce(lambda a, b: self._reading.arithmetic("mul", [a, b], shape), lengths, _ONE)
+
+    def _lengths(self, tensor: Any) -> Sequence[ValueForm] | None:
+        """The elements of a vector of lengths, if it is one."""
+        operation, known = tensor.op, tf.get_static_value(tensor)
+        if known is not None and known.ndim == 1:
+            return [ValueForm((), number=float(each)) for each in known]
+        inputs = list(operation.inputs)
+        match operation.type:
+            case "Shape":
+                return self._lengths_of(self._values[inputs[0].name])
+            case "Pack":
+                return [self._values[each.name] for each in inputs]
+            case "Cast" | "Identity":
+                return self._lengths(inputs[0])
+            case "ConcatV2":
+                parts = [self._lengths(each) for each in inputs[:-1]]
+                return None if None in parts else [each for part in parts for each in part or ()]
+            case "StridedSlice" if tensor.shape.rank == 1:
+                lengths, limits = self._lengths(inputs[0]), [tf.get_static_value(each) for each in inputs[1:]]
+                if lengths is not None and all(each is not None for each in limits):
+                    start, stop, step = (int(each[0]) for each in limits)
+                    begins, ends = operation.get_attr("begin_mask") & 1, operation.get_attr("end_mask") & 1
+                    return lengths[None if begins else start : None if ends else stop : step]
+        return None
+
+    def _lengths_of(self, array: ValueForm) -> Sequence[ValueForm]:
+        forms = [(COUNT if axis == array.axis else CONSTANT) for axis in range(len(array.shape))]
+        return [
+            ValueForm((), frozenset((form,))) if length is None else ValueForm((), number=float(length))
+            for form, length in zip(forms, array.shape, strict=True)
+        ]
 
 
 def _shape(tensor: Any) -> tuple[int | None, ...]:

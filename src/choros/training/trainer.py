@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from choros.data.epochs import EpochData
 from choros.data.rows import rows_differ
 from choros.errors import ConfigError
 from choros.observe.progress import page
-from choros.parallel.identical import are_identical
+from choros.parallel.identical import Comparison, are_identical, check_identical
 from choros.parallel.structure import map_structure
 from choros.training import distributed_optimizer
 from choros.training.absent_rows import step_without_rows
@@ -46,10 +47,23 @@ from choros.training.metrics import watch
 from choros.training.normalization import is_synchronized, synchronizing_call
 from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.replaced import replaced
-from choros.training.variables import broadcast_updates, broadcast_variables, is_aggregated_on_write, value_of
+from choros.training.variables import (
+    broadcast_updates,
+    broadcast_variables,
+    is_aggregated_on_write,
+    overwrite,
+    value_of,
+)
 from choros.training.weighting import ModelStep, current_step, run_step, try_step
 
 _STEPS = "_choros_steps"
+#: The attribute of a step that calls another one, and does nothing else.
+_AGAIN = "_choros_step"
+_ADVICE = (
+    "Each rank changes weights by its own rows if a train_step assigns them itself (call the optimizer's apply(), "
+    "which reduces gradients first), if one of several optimizers is not distributed, or if a learning rate follows "
+    "from a rank's own batches."
+)
 
 
 def attach(model: Any) -> Steps:
@@ -83,8 +97,9 @@ class Steps:
         self._reducers: list[OptimizerReducer] = []
         self._rows_may_lack = self._sizes_differ = False
         self._size = 0
-        #: ``ModelStep.decided``.
+        #: ``ModelStep.decided``, and ``ModelStep.own_methods``.
         self._decided: dict[Any, int] = {}
+        self._own_methods: frozenset[str] = frozenset()
         #: By kind of step, the wrapper, which may be wrapped once more by the SPMD trainer.
         self._wrapped: dict[str, Any] = {}
         complete_files()
@@ -124,6 +139,9 @@ class Steps:
     def prepare(self) -> None:
         """Finds the model's optimizers, and changes the model as this module describes."""
         model = self._model
+        if model.train_function is None and model.test_function is None:
+            self._begin_anew()
+        self._own_methods = own_methods(model)
         for optimizer in optimizers_of(model):
             if move_outwards(optimizer):
                 model.train_function = None
@@ -218,6 +236,7 @@ class Steps:
         if self.train_together and not self.is_spmd:
             for optimizer in self.optimizers:
                 distributed_optimizer.reduce_early(optimizer)
+            _compare(self._model, self._reducers, self.batches)
 
     def forget_accumulated(self) -> None:
         """Takes back the micro-batches since the last update, as if this rank had not seen them."""
@@ -281,6 +300,7 @@ class Steps:
             weighted = self.train_together and (self._spmd is None or self._spmd.local_devices == 1)
             own = {"process_set": global_process_set, "of_all_ranks": not weighted, "trains": False}
             own["exchanges"] = lambda: self.evaluation.is_running
+        own["own_methods"] = self._own_methods
         return ModelStep(examples, weighted=weighted, decided=self._decided, **own, **batch)
 
     def _meet(self, state: Any) -> None:
@@ -289,13 +309,23 @@ class Steps:
             if reducer.state is not None and optimizer is self._model.optimizer:
                 reducer.state.meet(optimizer, state[JAX_STATE.index("optimizer_variables")])
 
+    def _begin_anew(self) -> None:
+        """After ``compile``, which may have given another loss: ``jax.jit`` would find the program of the same step."""
+        self._decided.clear()
+        for kind, step in self._wrapped.items():
+            if getattr(self._model, f"{kind}_step") is step:
+                own = getattr(step, _AGAIN, step)
+                again = functools.wraps(own)(lambda *args, own=own: own(*args))
+                setattr(again, _AGAIN, own)
+                self._wrapped[kind] = again
+                setattr(self._model, f"{kind}_step", again)
+
     def _wrap(self, kind: str) -> None:
         """Wraps ``train_step(data)``, ``train_step(state, data)`` on JAX, or ``test_step``."""
         model, name = self._model, f"{kind}_step"
         own = getattr(model, name)
         if self._wrapped.get(kind) is own:
             return
-        own_names = own_methods(model)
 
         @functools.wraps(own)
         def step(*args: Any) -> Any:
@@ -308,10 +338,10 @@ class Steps:
                 args = (*args[:-1], _of_any_size(args[-1]))
             if kind == "train" and keras.backend.backend() == "jax":
                 self._meet(args[0])
-            rows = _rows(args[-1], parts=bool(own_names) and rows_differ())
+            rows = _rows(args[-1], parts=bool(self._own_methods) and rows_differ())
             known = frozenset(rows if all(isinstance(each, int) for each in rows) else ())
             examples = rows[0] if len(rows) == 1 else max(known, default=None) or keras.ops.max(rows)
-            this = self._step(kind, examples, rows=known, by_part=len(rows) > 1, own_methods=own_names)
+            this = self._step(kind, examples, rows=known, by_part=len(rows) > 1)
             synchronized = replaced(keras.layers.BatchNormalization, call=synchronizing_call)
             with run_step(this), synchronized, _once_read(args[-1], this):
                 # A tensor where the step is compiled for batches of any number of rows.
@@ -329,6 +359,23 @@ class Steps:
         self._wrapped[kind] = step
         setattr(model, name, step)
         setattr(model, f"{kind}_function", None)
+
+
+def _compare(model: Any, reducers: Sequence[OptimizerReducer], batches: int) -> None:
+    """Checks that all ranks have the same weights after an epoch: not every step need be an optimizer's."""
+    reducer = reducers[0].reducer
+    if not reducer.compare_every or any(each.state_owner is not None for each in reducers):
+        return
+    local = {id(each) for each in itertools.chain(*(each.local for each in reducers))}
+    weights = [each for each in model.trainable_weights if id(each) not in local]
+    check_identical(
+        [each.path for each in weights],
+        list(map(value_of, weights)),
+        Comparison(max(1, batches), divergence=reducer.divergence),
+        advice=_ADVICE,
+        process_set=reducer.config.process_set,
+        assign=lambda index, host: overwrite(weights[index], host),
+    )
 
 
 def spans_ranks() -> bool:
@@ -398,13 +445,14 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 
 def model_variables(model: Any, *, seeds: bool = False) -> list[Any]:
-    """Weights and optimizers' state, unless one rank keeps it; ``seeds``: if one step sees all ranks' examples."""
+    """Weights and optimizers' state, or what counts its steps if one rank keeps it; ``seeds``: a step sees all rows."""
     variables = list(model.variables if seeds else model.weights)
     own = getattr(model, "optimizer", None)
     if own is not None and not own.built:
         own.build(model.trainable_variables)
     for optimizer in optimizers_of(model):
         reducer = reducer_of(optimizer)
-        if optimizer.built and (reducer is None or reducer.state_owner is None):
-            variables += optimizer.variables
+        if optimizer.built:
+            is_of_all = reducer is None or reducer.state_owner is None
+            variables += optimizer.variables if is_of_all else [apply_count(optimizer)]
     return variables

@@ -17,12 +17,15 @@ exchanged in the forward pass, and only by steps that contain such a loss or met
     divisor 12.5   +    divisor 3.0    +    0                       allreduce: the global divisor
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 import itertools
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,6 +50,9 @@ _FIRST_STEPS = 16
 _SCALAR = ArraySpec((), np.dtype(np.float32))
 #: From the examples and a number of this rank, what it computes together with the others.
 _Exchange = Callable[[Communicator, int, float], float]
+#: In place of ``_calls``, of what has a name in its step.
+_NO_CALLS = (0, 0)
+_NUMBER, _ROWS = "the result of a loss function", "the rows of a loss function's result"
 #: More losses than a step has: tests have them, too, and no gradient after them.
 _MANY = 64
 
@@ -70,6 +76,7 @@ class ModelStep:
     own_methods: frozenset[str] = frozenset()
     decided: dict[Any, int] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    calls: Counter[int] = field(default_factory=Counter)
     marked: dict[str, str | None] | None = None
     thread: int = field(default_factory=threading.get_ident)
 
@@ -79,6 +86,12 @@ class ModelStep:
         if self.weighted:
             return self.examples
         return min(self.examples, 1) if isinstance(self.examples, int) else keras.ops.minimum(self.examples, 1)
+
+    def again(self, marked: dict[str, str | None] | None = None) -> ModelStep:
+        """The same step, to be traced once more."""
+        return replace(
+            self, numbers=itertools.count(1), calls=Counter(), marked=self.marked if marked is None else marked
+        )
 
 
 _current: ModelStep | None = None
@@ -112,11 +125,12 @@ def try_step(step: ModelStep, run: Callable[..., Any], arguments: tuple[Any, ...
     if step.of_all_ranks or tried in step.decided or keras.backend.backend() != "jax":
         return
     marked: dict[str, str | None] = {}
-    with _in_place(replace(step, numbers=itertools.count(1), marked=marked)):
+    with _in_place(step.again(marked)):
         program = _forms().LossProgram(run, arguments, weights=(0,))
         forms = _read(lambda: _forms().forms_of_marked(program, step.rows)) or {}  # none, if it only runs eagerly
     for name, line in marked.items():
-        step.decided[name, step.trains, 0] = _decide(step, forms.get(name), name, line)
+        form = forms.get(name) or (SUM if name.startswith(_ROWS) else None)
+        step.decided[name, step.trains, _NO_CALLS] = _decide(step, form, name, line)
     step.decided[tried] = True
 
 
@@ -152,12 +166,16 @@ def _reduce_loss(
     dtype: Any = None,
 ) -> Any:
     """``reduce_weighted_values`` of Keras' losses, called as ``own``, times the factor of this rank."""
-    reduced = functools.partial(own, values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     step = step_of_this_thread()
+    weighted = sample_weight is not None or mask is not None
+    is_scalar = len(getattr(values, "shape", ())) == 0 and mask is None
+    if step is not None and "call" in step.own_methods and not is_scalar:
+        values = _checked_rows(step, values)
+    reduced = functools.partial(own, values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     if step is None:
         return reduced()
-    weighted = sample_weight is not None or mask is not None
-    is_scalar = len(getattr(values, "shape", ())) == 0 and not weighted
+    if is_scalar and weighted:
+        return _weighted_number(step, own(values, reduction=reduction, dtype=dtype), sample_weight, reduction)
     divisor = None  # unless it is the number of values in the rows of the batch
     if reduction == "mean_with_sample_weight" and weighted:
         given = None if sample_weight is None else keras.ops.copy(sample_weight)  # Keras multiplies torch's in place
@@ -172,10 +190,28 @@ def _reduce_loss(
         loss = keras.ops.sum(loss)  # of no rows, Keras returns no number
         loss = loss * keras.ops.cast(_exchanged(step, keras.ops.cast(divisor, "float32"), _of_divisor), loss.dtype)
     if is_scalar:
-        return _of_all_ranks_if_sum(step, loss, "the result of a loss function")
+        return _of_all_ranks_if_sum(step, loss, _NUMBER)
     if reduction == "sum":
         loss = _added(step, loss)
     return loss if reduction in (None, "none") else mark_known(loss)
+
+
+def _weighted_number(step: ModelStep, loss: Any, sample_weight: Any, reduction: Any) -> Any:
+    """What Keras computes of one number and a weight of each row: the number times the mean, or the sum, of weights."""
+    loss = _of_all_ranks_if_sum(step, loss, _NUMBER)
+    if reduction != "mean_with_sample_weight":
+        reduce, exchange = (keras.ops.sum, _of_sums) if reduction == "sum" else (keras.ops.mean, _of_means)
+        weight = reduce(keras.ops.cast(sample_weight, "float32"))
+        loss = loss * keras.ops.cast(_exchanged(step, weight, exchange), loss.dtype)
+    return mark_known(loss)
+
+
+def _checked_rows(step: ModelStep, values: Any) -> Any:
+    """What the user's loss function has computed of each row; a warning if it has computed that of others, too."""
+    name, values = _named(step, values, _ROWS)
+    if step.marked is None:
+        _is_sum(step, values, name)
+    return values
 
 
 def _reduce_samples(own: Callable[..., Any], values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any) -> Any:
@@ -202,9 +238,9 @@ def _sum_added(model: Any, own: Callable[..., Any], value: Any) -> Any:
 
 
 def _compute_loss(model: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The model's ``compute_loss``, called as ``own``: over all ranks' rows, if it is the user's, and a sum."""
+    """The model's ``compute_loss``, called as ``own``: over all ranks' rows, if it is a sum, of the user's code."""
     loss, step = own(model, *args, **kwargs), step_of_this_thread()
-    if step is None or loss is None or "compute_loss" not in step.own_methods:
+    if step is None or loss is None or not step.own_methods & {"compute_loss", "__call__"}:
         return loss
     return _of_all_ranks_if_sum(step, loss, "the result of compute_loss")
 
@@ -277,12 +313,27 @@ def _of_sum(communicator: Communicator, examples: int, _: float) -> float:
 
 def _of_divisor(communicator: Communicator, examples: int, divisor: float) -> float:
     own = divisor if examples else 0.0
+    total, everywhere = _totals(communicator, examples, own)
+    return own / total * everywhere / examples if own else 0.0
 
-    def collective() -> float:
-        total = np.array([own])
+
+def _of_sums(communicator: Communicator, examples: int, own: float) -> float:
+    return _totals(communicator, examples, own if examples else 0.0)[0]
+
+
+def _of_means(communicator: Communicator, examples: int, own: float) -> float:
+    total, everywhere = _totals(communicator, examples, own * examples)
+    return total / everywhere
+
+
+def _totals(communicator: Communicator, examples: int, number: float) -> tuple[float, int]:
+    """The sums over the ranks of a number and of their examples."""
+
+    def collective() -> tuple[float, int]:
+        total = np.array([number])
         everywhere = sum(communicator.agree(_DIVISOR, value=examples))
         communicator.reduce_in_place(total, Reduction.SUM)
-        return own / total[0] * everywhere / examples if own else 0.0
+        return float(total[0]), everywhere
 
     return communicator.atomic(collective)
 
@@ -334,10 +385,10 @@ _HOW = (
 
 def _is_sum(step: ModelStep, loss: Any, what: str, *, by_calls: bool = False) -> bool:
     """Whether a user's ``loss`` is a sum over the rows; if neither sum nor mean: a warning. No ``rows``: for any."""
-    key = (what, step.trains, _calls() if by_calls else 0)
+    key = (what, step.trains, _calls(step) if by_calls else _NO_CALLS)
     if key in step.decided:
         return bool(step.decided[key])
-    with _in_place(replace(step, numbers=itertools.count(1))):  # a program that is read is traced once more
+    with _in_place(step.again()):  # a program that is read is traced once more
         form = _read(lambda: _forms().total(loss, step.rows))
     if form is None and _is_of_rows(getattr(loss, "shape", ()), step.rows):
         form = SUM
@@ -386,11 +437,13 @@ def _forms() -> Any:
     return importlib.import_module(f"choros.training.{keras.backend.backend()}_forms")
 
 
-def _calls() -> int:
-    """A number for the calls, since the step began, that have led here."""
+def _calls(step: ModelStep) -> tuple[int, int]:
+    """A number for the calls, since the step began, that have led here, and how often they have in this step."""
     frame: FrameType | None = sys._getframe(1)
     calls = []
     while frame is not None and frame.f_globals.get("__name__") != "choros.training.trainer":
         calls.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return hash(tuple(calls))
+    number = hash(tuple(calls))
+    step.calls[number] += 1
+    return number, step.calls[number]

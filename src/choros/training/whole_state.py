@@ -5,8 +5,6 @@ model.save: slot 3 ──── asks ──────► waits for rank 0 in i
          m ◄──── its items of m ──── serves (comm/members.py), and waits again
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Request
-from choros.errors import ConfigError
+from choros.parallel.reduce.slices import LOADED, check_loaded
 from choros.training.host_gradients import FLAG, keras_arrays
 from choros.training.keras_internals.models import innermost
 from choros.training.keras_internals.slice_variables import outline_of
@@ -26,7 +24,6 @@ from choros.training.sliced_state import ALONE, Slices
 from choros.training.variables import value_of
 
 _HELD = Request("optimizer state of the root")
-_LOADED = Request("whether an optimizer's state was loaded")
 #: Of ranks in a step that have nothing to do but to wait for one another.
 MEETING = Request("step of JAX")
 #: How often requests of this text were made.
@@ -116,7 +113,7 @@ class WholeState:
         root = ranks.index(root_rank)
         holds = communicator.atomic(lambda: communicator.agree(_HELD, value=2 if self.held else int(self.loaded)))
         if holds[root] == 1 and 0 in holds:
-            self._refuse(holds)
+            check_loaded(holds, ranks)
         if holds[root] == 2:
             values = self.held or [np.empty(slot.outline.shape, slot.outline.dtype) for slot in self.slots.whole]
             for number, value in enumerate(values):
@@ -130,19 +127,10 @@ class WholeState:
         communicator.kept.append(self)
         if not self._started:
             self._started = True
-            loaded = communicator.atomic(lambda: communicator.agree(_LOADED, value=int(self.loaded)))
-            if len(set(loaded)) > 1:
-                self._refuse(loaded)
+            loaded = communicator.atomic(lambda: communicator.agree(LOADED, value=int(self.loaded)))
+            check_loaded(loaded, self._slices.process_set.ranks)
             self.held = ()
         self.loaded = False
-
-    def _refuse(self, loaded: Sequence[int]) -> None:
-        having = [rank for rank, each in zip(self._slices.process_set.ranks, loaded, strict=True) if each]
-        lacking = sorted({*self._slices.process_set.ranks} - {*having})
-        raise ConfigError(
-            f"ranks {having} have loaded the optimizer's state, and ranks {lacking} have not: with shard_state each "
-            "keeps its own slice of what it loads. Load the file on all ranks; each reads its slice."
-        )
 
     def meet(self, optimizer: Any, values: Sequence[Any]) -> None:
         """In a JAX step that is being compiled, before all else: here ranks wait for one that saves alone. Only the

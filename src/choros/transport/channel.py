@@ -82,7 +82,10 @@ class Channel:
         closing = weakref.finalize(self, end.close)
         closing.atexit = False  # at its exit, a process may still wait for others, and serve them
         end.settimeout(None)
-        _tune(end)
+        if end.family in (socket.AF_INET, socket.AF_INET6):
+            # A message is several writes, none of which may wait until the peer has acknowledged the previous one.
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            watch_for_silence(end)
 
     @property
     def own_address(self) -> str:
@@ -231,14 +234,6 @@ def _joined(parts: Any) -> Any:
         yield small
 
 
-def _tune(end: socket.socket) -> None:
-    if end.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    # A message is several writes, none of which may wait until the peer has acknowledged the previous one.
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    watch_for_silence(end)
-
-
 _UNIX = "unix:"
 _BACKLOG = 128
 
@@ -260,9 +255,7 @@ def listen_at(address: str) -> socket.socket:
 
 
 def connect_within(address: str, seconds: float, pause: float = durations.ENDPOINT_LOOK) -> socket.socket:
-    """Connects to ``address``; tries again after each ``pause`` until a process listens, or raises the last ``OSError``
-    after ``seconds``.
-    """
+    """Connects to ``address``; tries again after each ``pause``, or after ``seconds`` raises the last ``OSError``."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -299,6 +292,7 @@ class Failure:
     """An error to be raised in another process, by cloudpickle, since its class may be defined in the user's script."""
 
     pickled: bytes
+    text: str = ""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
@@ -308,10 +302,14 @@ class Failure:
             pickle.loads(cloudpickle.dumps(error))  # noqa: S301
         except Exception:  # noqa: BLE001  (an exception's own methods may raise anything)
             error = EngineError(f"{type(error).__name__}: {error}")
-        error.add_note(f"Raised on {socket.gethostname()}:\n{trace}")
-        return cls(cloudpickle.dumps(error))
+        note = f"Raised on {socket.gethostname()}:\n{trace}"
+        error.add_note(note)
+        return cls(cloudpickle.dumps(error), f"{type(error).__name__}: {error}\n{note}")
 
     def error(self) -> Exception:
-        """Returns the error to raise."""
-        error: Exception = pickle.loads(self.pickled)  # noqa: S301  (from an authenticated process)
+        """Returns the error to raise; an ``EngineError`` with its text, if what it needs is not installed here."""
+        try:
+            error: Exception = pickle.loads(self.pickled)  # noqa: S301  (from an authenticated process)
+        except Exception:  # noqa: BLE001  (what unpickling an object of any class raises)
+            return EngineError(self.text)
         return error

@@ -1,17 +1,15 @@
 """Gates: the kernel closes sockets at which a library listens to all who do not have a key.
 
-Open MPI and its mpirun listen at all of the host's addresses, whatever the parameters; mpirun believes what a
-client says of its user, and a rank what another says of its number. So a gate is put before their sockets, from
-outside::
+Open MPI and its mpirun listen at all of the host's addresses, whatever the parameters; mpirun believes what a client
+says of its user, and a rank what another says of its number. So a gate is put before their sockets, from outside::
 
     another user ─── SYN ───────────────►╳│
                                           │ TCP_MD5SIG (RFC 2385): the kernel drops packets without a signature
     who has the key ─ SYN, signed ───────►│──► accept()
                                          gate
 
-This needs no rights, only the descriptor: mpirun's is duplicated from a child of this process (``pidfd_getfd``).
-Who has connected before the gate was closed is *expelled*. Linux only, from 5.7 on, and only where containers
-allow it.
+This needs no rights, only the descriptor: mpirun's is duplicated from a child of this process (``pidfd_getfd``). Who
+has connected before the gate was closed is *expelled*. Linux only, from 5.7 on, and only where containers allow it.
 """
 
 import os
@@ -157,7 +155,9 @@ def _require(end: socket.socket, key: bytes) -> None:
 
 
 def _end_waiting(listening: socket.socket) -> None:
-    while select.select([listening], [], [], 0)[0]:
+    ready = select.poll()  # of any number; select() takes those below 1024
+    ready.register(listening, select.POLLIN)
+    while ready.poll(0):
         try:
             connection, _ = listening.accept()
         except BlockingIOError:  # its owner was faster

@@ -12,8 +12,7 @@
 A process that receives a wrong proof answers with zeros: so the other one knows, too, that their keys differ.
 
 The transcript is the SHA-256 of both greetings, so a proof is valid for these roles, in this direction, on this
-connection only. A process that hands on two others' messages can produce none of its own, nor speak for them
-later:
+connection only. A process that hands on two others' messages can produce none of its own, nor speak for them later:
 
 - *path* names the connection if both ends are on this host: the host, and both ends' addresses (Unix: the socket's
   path), which no two connections have at one time. Both ends report the same path: they are connected directly,

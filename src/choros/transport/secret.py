@@ -61,12 +61,15 @@ def job_key(environ: Mapping[str, str], addresses: Iterable[str]) -> Key:
     return Key(key_of_user(environ), within_host=True)
 
 
-def rank_key(environ: Mapping[str, str]) -> Key:
+def rank_key(environ: Mapping[str, str], *, on_one_host: bool = False) -> Key:
     """Returns the key of ranks started without chorosrun: ``CHOROS_SECRET``, or within a host that of ``key_of_user``.
-    Between hosts there is none without it: whoever can reach ranks can be one. A ``ConfigError`` as in ``job_key``.
+    Between hosts there is none without it: any process that can reach ranks can be one, unless all are ``on_one_host``.
+    A ``ConfigError`` as in ``job_key``.
     """
     secret = secret_in(environ)
-    return Key(key_of_user(environ), within_host=True, elsewhere=b"") if secret is None else Key(secret)
+    if secret is not None:
+        return Key(secret)
+    return Key(key_of_user(environ), within_host=True, elsewhere=None if on_one_host else b"")
 
 
 def secret_in(environ: Mapping[str, str]) -> bytes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -82,6 +83,13 @@ class SignalPipe:
     def fileno(self) -> int:
         """The descriptor to wait on."""
         return self._reader
+
+    @property
+    def has_more(self) -> bool:
+        """Whether signals have arrived since the last ``read``."""
+        ready = select.poll()
+        ready.register(self._reader, select.POLLIN)
+        return bool(ready.poll(0))
 
     def read(self) -> list[signal.Signals]:
         """Returns the signals that have arrived since the last call, of those that are caught."""

@@ -1,7 +1,5 @@
 """The view on a terminal, by Textual: polls the record, and shows it. All else is pure."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time
@@ -34,7 +32,9 @@ _HIGH = 24
 
 @final
 class TopApp(App[None]):
-    """Shows what ``fetch`` returns, a job's record. Ctrl-C leaves, and calls ``stop``, if there is one."""
+    """Shows what ``fetch`` returns, a job's record. Ctrl-C leaves, and calls ``stop``, if there is one; the view of a
+    chorosrun that has ``ended`` leaves, too.
+    """
 
     CSS = """
     #head { height: auto; max-height: 50%; }
@@ -45,10 +45,16 @@ class TopApp(App[None]):
     BINDINGS: ClassVar = [Binding("q", "quit", priority=True), Binding("ctrl+c", "leave", priority=True)]
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, fetch: Callable[[], dict[str, Any]], stop: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        fetch: Callable[[], dict[str, Any]],
+        stop: Callable[[], None] | None = None,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__()
         self._fetch = fetch
         self._stop = stop
+        self._ended = ended
         self._records: deque[dict[str, Any]] = deque(maxlen=_RECORDS)
         self._shown: JobView | None = None
         self._problem = "waits for chorosrun …"
@@ -77,6 +83,9 @@ class TopApp(App[None]):
 
     async def poll(self) -> None:
         """Fetches the record, and shows it."""
+        if self._ended():
+            self.exit()
+            return
         try:
             record = await asyncio.to_thread(self._fetch)
         except LaunchError as error:
@@ -91,7 +100,7 @@ class TopApp(App[None]):
     def action_leave(self) -> None:
         """Ctrl-C, which the terminal does not make a signal of now."""
         self.exit()
-        if self._stop is not None:
+        if self._stop is not None and not self._ended():  # its number may be another process' by then
             self._stop()
 
     def _show(self, size: Size) -> None:
@@ -104,9 +113,7 @@ class TopApp(App[None]):
         self._fill("#log > Static", log_text(view))
 
     def _fill(self, name: str, text: Text) -> None:
-        """Shows ``text`` in a widget, if it is another one; a layout, which takes most of the time, if it has other
-        lines.
-        """
+        """Shows ``text`` in a widget, if it is another; a layout, which takes longest, only if it has other lines."""
         shown = self._texts.get(name)
         if text != shown:
             self._texts[name] = text

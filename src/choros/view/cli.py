@@ -1,7 +1,5 @@
 """The ``choros top`` command."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -49,4 +47,4 @@ def top(job: int | None, *, once: bool, as_json: bool, of_chorosrun: bool) -> No
         for name in ("COLUMNS", "LINES"):  # Textual would believe them, also when the terminal's size changes
             os.environ.pop(name, None)
         stop = (lambda: os.kill(number, signal.SIGINT)) if of_chorosrun else None
-        sys.exit(TopApp(fetch, stop).run())
+        sys.exit(TopApp(fetch, stop, lambda: of_chorosrun and os.getppid() != number).run())

@@ -1,7 +1,5 @@
 """What is shown of a job at one time: from its record (``docs/report.md``), and one that is older. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

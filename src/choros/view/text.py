@@ -1,7 +1,5 @@
 """Texts of what is shown: numbers, bars, curves. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -151,7 +151,7 @@ def parts() -> Prepare:
         for array in (*gradients, buffer):
             array.fill(1)
 
-    return lambda case: _repeated(acts[case.part], before=rewrite)
+    return lambda part: _repeated(acts[part], before=rewrite)
 
 
 def _communicator() -> Communicator:

@@ -30,9 +30,7 @@ def train(layers: int, width: int, shard_state: bool) -> keras.Model:
 
 
 def main(directory: str, parameters: str, shard_state: str) -> None:
-    """Trains, and writes ``RANK.json``: the peaks before, after what is imported late by a tiny model's ``fit``, and
-    after training.
-    """
+    """Trains; writes ``RANK.json``: peaks before, after late imports by a tiny model's ``fit``, and after training."""
     hvd.init()
     hvd.pin_device()
     sliced = shard_state == "True"

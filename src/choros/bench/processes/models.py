@@ -11,9 +11,7 @@ from choros.bench.channel import Task
 
 
 def build(name: str) -> tuple[Any, Any]:
-    """Returns model and optimizer: ``cnn`` of ``examples/mnist_horovod.py``, or ``mlp`` and ``mlp-adam``, 20 million
-    weights.
-    """
+    """Model and optimizer: ``cnn`` of ``examples/mnist_horovod.py``; ``mlp`` or ``mlp-adam``, of 20 million weights."""
     layers = keras.layers
     keras.utils.set_random_seed(0)
     shape = keras.Input(EXAMPLES[name])

@@ -27,15 +27,16 @@ _ZEROS = 1 << 20
 
 def share(host: MPI.Intracomm, nbytes: int) -> list[NDArray[np.uint8]]:
     """Returns the memory of each rank of ``host``; all must call it. If one fails, all raise an ``OSError``."""
-    problem, descriptor, name, parts = "", -1, "", []
+    problem, descriptor, name, identity, parts = "", -1, "", (0, 0), []
     try:
         descriptor, name = _reserve(nbytes)
+        identity = _identity(descriptor)
     except OSError as error:
         problem = f"rank {host.Get_rank()}: {error}"
-    names = host.allgather(name)
-    if all(names):
+    names = host.allgather((name, identity))
+    if all(path for path, _ in names):
         try:
-            parts = [_map(each, nbytes) for each in names]
+            parts = [_map(path, each, nbytes) for path, each in names]
         except OSError as error:
             problem = f"rank {host.Get_rank()}: {error}"
     problems = [each for each in host.allgather(problem) if each]
@@ -67,9 +68,16 @@ def _reserve(nbytes: int) -> tuple[int, str]:
     return descriptor, name
 
 
-def _map(name: str, nbytes: int) -> NDArray[np.uint8]:
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _map(name: str, identity: tuple[int, int], nbytes: int) -> NDArray[np.uint8]:
     descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
     try:
+        if _identity(descriptor) != identity:
+            raise OSError(f"{name} is of another process: ranks see different processes, as in containers of their own")
         return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
     finally:
         os.close(descriptor)

@@ -181,12 +181,12 @@ class MpiCommunicator(Communicator):
         return self._table
 
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
-        in_window = buffer.nbytes >= self.tuning.window_bytes and self._is_registered(buffer)
-        if self._window is None or not in_window:
+        window = self._window if buffer.nbytes >= self.tuning.window_bytes else None
+        if window is None or not window.holds(buffer):
             self._allreduce_anywhere(buffer, op)
             return
         try:
-            self._window.allreduce(buffer, op)
+            window.allreduce(buffer, op)
         except MPI.Exception as error:
             raise _engine_error(error, "allreduce") from error
 
@@ -210,16 +210,18 @@ class MpiCommunicator(Communicator):
                     self._window = None
         return super()._allocate(nbytes) if memory is None or self._window is None else memory
 
-    def _is_registered(self, buffer: Array) -> bool:
-        return self._window is not None and self._window.holds(buffer)
-
     def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
         received = aligned_empty((sum(counts),), np.dtype(np.uint8))
-        with _translated("allgather"):
-            self._comm.Allgatherv(send, (received, counts))
+        start = sum(counts[: self.rank])
+        received[start : start + len(send)] = send
+        self._allgather_into(received, counts)
         return received
 
     def _allgather_into(self, buffer: NDArray[np.uint8], counts: Sequence[int]) -> None:
+        if buffer.nbytes > _MESSAGE_BYTES:
+            for root, part in enumerate(np.split(buffer, np.cumsum(counts)[:-1])):
+                self._broadcast(part, root)
+            return
         with _translated("allgather"):
             self._comm.Allgatherv(MPI.IN_PLACE, (buffer, counts))
 

@@ -1,7 +1,5 @@
 """Connections of NVIDIA's GPUs by nccl4py, NVIDIA's bindings of NCCL: of any framework's tensors, without PyTorch."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -120,7 +120,8 @@ class TorchCommunicator(Communicator):
         return table.reshape(self.size, 2)
 
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
-        if buffer.dtype in _GLOO_DTYPES:
+        loses_nans = op in (Reduction.MIN, Reduction.MAX) and buffer.dtype.kind == "f"
+        if buffer.dtype in _GLOO_DTYPES and not loses_nans:
             self._wait("allreduce", lambda: self._group.allreduce([torch.from_numpy(buffer)], allreduce_options(op)))
             return
         shares = [shard_range(buffer.size, rank, self.size) for rank in range(self.size)]

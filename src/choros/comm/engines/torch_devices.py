@@ -1,7 +1,5 @@
 """Connections of devices by ``torch.distributed``: of GPUs through NCCL or RCCL, of the CPU through Gloo."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any, final

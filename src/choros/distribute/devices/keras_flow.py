@@ -46,9 +46,7 @@ def share_variables_of(optimizer: Any) -> None:
 
 @dataclass(frozen=True)
 class Flow:
-    """One function's variables: those it reads or assigns, and by index those it assigns, and those to which all
-    replicas assign the same value.
-    """
+    """A function's variables; by index, those it assigns, and those to which all replicas assign the same value."""
 
     variables: tuple[Any, ...]
     assigned: tuple[int, ...]

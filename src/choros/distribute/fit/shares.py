@@ -18,9 +18,9 @@ from choros.data.rows import Part, Sharding, check_global_batch, count_rows, cut
 from choros.distribute import datasets
 from choros.distribute.fit.training import KerasCall
 from choros.distribute.replicas import Replicas
-from choros.errors import ChorosError
+from choros.errors import ChorosError, ConfigError
 from choros.parallel.objects import object_of_first
-from choros.parallel.structure import map_structure
+from choros.parallel.structure import leaves, map_structure
 
 _log = logging.getLogger("choros")
 #: Keras' default batch size for arrays.
@@ -68,6 +68,7 @@ def training_data(call: KerasCall, x: Any, y: Any, weights: Any, replicas: Repli
         return epochs_of_steps(epochs_of_shard(own, part), steps, part) if elastic else own
     sharding, kind = Sharding(part, epoch=call["initial_epoch"]), kind_of(x)
     if are_arrays(x):
+        _check_dense((x, y, weights))
         size = call["batch_size"] or BATCH
         check_global_batch(min(size, count_rows(x)), part.count)
         sharding, x = replace(sharding, batch_size=size), _packed(x, y, weights)
@@ -92,6 +93,7 @@ def evaluation_data(
     """Returns this process's evaluation data, ``None`` if rows are too few; elastic jobs shard anew each time."""
     elastic = global_process_set.communicator.elastic
     if are_arrays(x):
+        _check_dense((x, y, weights))
         size = batch_size or BATCH
         rows = count_rows(x) if steps is None else min(count_rows(x), steps * size)
         data = cut(_packed(x, y, weights), 0, rows)
@@ -114,6 +116,15 @@ def evaluation_data(
     elif not datasets.is_distributed(x) and (kind_of(x).rows(x) or replicas.count) < replicas.count:
         return None
     return datasets.split_batches(x, replicas)
+
+
+def _check_dense(arrays: Any) -> None:
+    for leaf in leaves(arrays):
+        if type(leaf).__name__ in ("SparseTensor", "RaggedTensor") or hasattr(leaf, "tocsr"):
+            raise ConfigError(
+                f"a strategy cannot shard the rows of a {type(leaf).__name__}: pass dense arrays, or a data set, such "
+                "as tf.data.Dataset.from_tensor_slices((x, y)).batch(64)."
+            )
 
 
 def _packed(x: Any, y: Any, weights: Any) -> Any:

@@ -21,7 +21,8 @@ import keras
 import numpy as np
 
 from choros.arrays import adapter_of
-from choros.comm import global_process_set
+from choros.comm import Request, global_process_set
+from choros.comm.request import CollectiveSpec
 from choros.data.epochs import EpochData
 from choros.data.kinds import are_arrays, epochs_behind
 from choros.data.rows import check_global_batch, count_rows, cut
@@ -32,7 +33,8 @@ from choros.distribute.fit.shares import BATCH, evaluation_data, shares_named, t
 from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.replicas import Replicas
 from choros.distribute.saving import write_once
-from choros.distribute.scope import enter_fit, in_fit, in_replica, thread
+from choros.distribute.scope import enter_fit, in_fit, in_replica
+from choros.distribute.torch_objects import watch_model
 from choros.distribute.variables import (
     aggregates,
     assign_initial,
@@ -45,7 +47,7 @@ from choros.distribute.variables import (
     share_equally,
 )
 from choros.elastic import job
-from choros.errors import ConfigError
+from choros.errors import ConfigError, StrategyError
 from choros.parallel import ops
 from choros.parallel.identical import are_identical
 from choros.parallel.moments import RankMoments
@@ -67,10 +69,19 @@ from choros.training.keras_internals.models import (
     layers_of,
     local_value,
     optimizers_of,
+    overrides,
     own_variables,
     statistics_of,
 )
-from choros.training.metrics import flat_results, global_result, global_results, watch
+from choros.training.metrics import (
+    as_logged,
+    flat_results,
+    global_result,
+    global_results,
+    own_results,
+    shared_logs,
+    watch,
+)
 from choros.training.random_numbers import draw_by_rank
 from choros.training.run_callback import RunCallback
 from choros.training.trainer import attach
@@ -79,6 +90,7 @@ from choros.training.variables import builds_slices
 _log = logging.getLogger("choros")
 #: Callbacks of Keras that write files or send messages, which only one process must do.
 _WRITERS = ("TensorBoard", "CSVLogger", "RemoteMonitor")
+_STOP = Request("whether training ends", spec=CollectiveSpec("agreement"))
 
 
 @final
@@ -134,7 +146,15 @@ class SynchronousTraining(Training):
 
         @functools.wraps(own)
         def result() -> Any:
-            return own() if in_fit() or in_replica() else global_result(metric, own)
+            if in_fit() or in_replica():
+                return own()
+            values = [variable.value for variable in metric.variables]
+            if values and adapter_of(values[0]).is_symbolic(values):
+                raise StrategyError(
+                    f"the result() of the metric {metric.name!r} was read in a compiled function, outside of "
+                    "strategy.run: there, ranks cannot exchange what they have. Read it outside of the function."
+                )
+            return global_result(metric, own)
 
         object.__setattr__(metric, "result", result)
 
@@ -160,6 +180,8 @@ class SynchronousTraining(Training):
         if is_alone and not current().commit_dir:
             return _run_locally(call)
         share_equally(model)
+        if keras.backend.backend() == "torch" and overrides(model, "train_step"):
+            watch_model(model)
         steps = attach(model)
         x, y, weights, validation = call["x"], call["y"], call["sample_weight"], call["validation_data"]
         if validation is None and (split := call["validation_split"]):
@@ -220,10 +242,12 @@ class SynchronousTraining(Training):
             changes["steps"] = None
         else:
             steps.expect_absent_rows()
-        own = call.replaced(**changes, callbacks=[MetricAverageCallback(), *callbacks], return_dict=True)
+        averaging = MetricAverageCallback()
+        own = call.replaced(**changes, callbacks=[averaging, *callbacks], return_dict=True)
         with enter_fit():
             results = steps.evaluation.run(own.run, epochs_behind(data))
         results = results or flat_results(steps.evaluation.results or {})  # Keras has none of a process without rows
+        results |= averaging.shared
         return results if call["return_dict"] else flatten_metrics(model, results)
 
     def predict(self, model: Any, call: KerasCall) -> Any:
@@ -233,11 +257,10 @@ class SynchronousTraining(Training):
         if call["steps"] is not None and are_arrays(call["x"]):
             call = call.replaced(x=cut(call["x"], 0, call["steps"] * (call["batch_size"] or BATCH)), steps=None)
         datasets.check_shared(call["x"], self._replicas)
-        distributed = datasets.is_distributed(call["x"])
+        distributed, labels = datasets.is_distributed(call["x"]), overrides(model, "predict_step")
+        first, count = self._replicas.first, self._replicas.count
         with enter_fit():
-            outputs = repeated(
-                lambda: predict_rows(call, self._replicas.first, self._replicas.count, distributed=distributed)
-            )
+            outputs = repeated(lambda: predict_rows(call, first, count, distributed=distributed, needs_labels=labels))
         return shared_result(outputs)
 
     def train_on_batch(self, model: Any, call: KerasCall) -> Any:
@@ -257,9 +280,7 @@ class SynchronousTraining(Training):
 
     def save(self, write: Callable[[], Any], path: str) -> Any:
         """Writes on the first of the processes that name this path."""
-        if not in_fit() and not thread.writing_files and self._replicas.count > 1:
-            average_statistics()
-            settle_variables()
+        settle_variables()
         return write_once(write, path)
 
     def _on_batch(self, model: Any, call: KerasCall, *, is_test: bool) -> Any:
@@ -276,13 +297,17 @@ class SynchronousTraining(Training):
         if is_test:
             steps.evaluation.begin()
         with enter_fit():
+            logs: dict[str, Any] = {}
             if part.has_rows_of(rows):
-                call.replaced(**own, return_dict=True).run()
+                logs = call.replaced(**own, return_dict=True).run()
             else:
                 model.reset_metrics()
             if rows < self._replicas.count and not is_test:
                 steps.join()
             results = flat_results(steps.evaluation.end()) if is_test else global_results(model)
+            if overrides(model, "test_step" if is_test else "train_step"):
+                shared = shared_logs(logs, count_rows(own["x"]) if logs else 0, own_results(model), results)
+                results = {**shared, **as_logged(results, shared)}
         return results if call["return_dict"] else flatten_metrics(model, results)
 
     def _callbacks(self, model: Any, given: Any, averaging: MetricAverageCallback) -> list[Any]:
@@ -294,7 +319,8 @@ class SynchronousTraining(Training):
             own_backups = [FirstRankCallback(each) for each in backups]
         else:
             own_backups = backups if self._replicas.first == 0 else []
-        return [averaging, *own_backups, *_synchronizing(model), *others]
+        agreement = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: _stop_together(model))
+        return [averaging, *own_backups, *_synchronizing(model), *others, agreement]
 
     def _callbacks_of_rank(self, given: Any, *, elastic: bool = False) -> list[Any]:
         """Returns callbacks, on ranks other than 0 no writers; with ``elastic`` a new rank 0 goes on with its own."""
@@ -335,6 +361,13 @@ def _synchronizing(model: Any) -> list[Any]:
 
     same = keras.callbacks.LambdaCallback(on_train_begin=set_epoch, on_epoch_end=average, on_test_begin=average)
     return [same, BroadcastGlobalVariablesCallback(0)]
+
+
+def _stop_together(model: Any) -> None:
+    """Ends training on all processes if a callback has ended it on one, such as by its own batches or clock."""
+    communicator = global_process_set.communicator
+    stops = communicator.atomic(lambda: communicator.agree(_STOP, value=int(bool(model.stop_training))))
+    model.stop_training = any(stops)
 
 
 def _run_locally(call: KerasCall) -> Any:

@@ -55,25 +55,12 @@ class Training:
         """``model.fit`` on global batches; returns the history."""
         return call.run()
 
-    def evaluate(self, model: Any, call: KerasCall) -> Any:
-        """``model.evaluate``: metrics over all examples, the same on every process."""
-        return call.run()
-
-    def predict(self, model: Any, call: KerasCall) -> Any:
-        """``model.predict``: outputs for all examples in their order, on every process."""
-        return call.run()
-
-    def train_on_batch(self, model: Any, call: KerasCall) -> Any:
-        """``model.train_on_batch`` of a global batch."""
-        return call.run()
-
-    def test_on_batch(self, model: Any, call: KerasCall) -> Any:
-        """``model.test_on_batch`` of a global batch."""
-        return call.run()
-
-    def predict_on_batch(self, model: Any, call: KerasCall) -> Any:
-        """``model.predict_on_batch`` of a global batch."""
-        return call.run()
+    #: ``model.evaluate``: metrics over all examples, the same on every process.
+    evaluate = fit
+    #: ``model.predict``: outputs for all examples in their order, on every process.
+    predict = fit
+    #: ``model.train_on_batch``, ``test_on_batch`` and ``predict_on_batch`` of a global batch.
+    train_on_batch = test_on_batch = predict_on_batch = fit
 
     def save(self, write: Callable[[], Any], path: str) -> Any:
         """Any function that writes files of a model or a checkpoint: one process writes those of ``path``.

@@ -14,12 +14,12 @@ import psutil
 from choros import durations
 from choros.errors import HostUnreachable, PeerLostError
 from choros.launch.agents.messages import (
+    HOST_LEAVES,
     HUB,
     LOST,
     AgentReady,
     CommandExit,
     CommandOutput,
-    HostLeaves,
     JobOver,
     RunCommand,
     StopCommand,
@@ -111,7 +111,7 @@ class _Commands:
 
     def _leave(self) -> None:
         with suppress(ChannelClosed):
-            self._hub.send(HostLeaves())
+            self._hub.send(HOST_LEAVES)
         own = psutil.Process()
         for process in own.children(recursive=True):
             with suppress(psutil.Error):

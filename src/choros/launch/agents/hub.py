@@ -16,12 +16,12 @@ from choros import durations
 from choros.durable import unfinished
 from choros.errors import ConfigError, EngineError, HostUnreachable, LaunchError
 from choros.launch.agents.messages import (
+    HOST_LEAVES,
     HUB,
     LOST,
     AgentReady,
     CommandExit,
     CommandOutput,
-    HostLeaves,
     HostSlots,
     JobOver,
     RunCommand,
@@ -108,9 +108,7 @@ class Hub:
         )
 
     def wait(self, slots: int | None, least: int | None, seconds: float, show: Callable[[str], None]) -> None:
-        """Waits until the cluster's hosts are there, or have ``slots``; after ``seconds``, ``least`` slots suffice.
-        ``HostUnreachable``: they do not.
-        """
+        """Waits for the cluster's hosts, or ``slots``; after ``seconds`` for ``least`` slots, or HostUnreachable."""
         if slots is None and self._cluster.size is None:
             raise ConfigError(f"{self._cluster.name} does not say how many hosts there are: give -np, or -H.")
         deadline, shown = time.monotonic() + seconds, time.monotonic() + durations.SLOW_CHECK
@@ -168,16 +166,13 @@ class Hub:
         elif isinstance(first, ShellCommand):
             self._serve_shell(channel, first)
         elif isinstance(first, HostSlots):
-            self._resize(first.slots)
+            with self._changed:
+                self._own = replace(self._own, slots=first.slots.get(0, self._own.slots))
+                for index, host in self._hosts.items():
+                    self._hosts[index] = replace(host, slots=first.slots.get(index, host.slots))
+                self._write()
             with suppress(ChannelClosed):
                 channel.send(None)
-
-    def _resize(self, slots: Mapping[int, int]) -> None:
-        with self._changed:
-            self._own = replace(self._own, slots=slots.get(0, self._own.slots))
-            for index, host in self._hosts.items():
-                self._hosts[index] = replace(host, slots=slots.get(index, host.slots))
-            self._write()
 
     def _serve_agent(self, channel: Channel, ready: AgentReady) -> None:
         host = Host(channel.peer_address, ready.slots)
@@ -193,7 +188,7 @@ class Hub:
                 message = channel.receive()
                 if isinstance(message, CommandOutput | CommandExit):
                     self._answer(message)
-                elif isinstance(message, HostLeaves):
+                elif message == HOST_LEAVES:
                     self._forget(ready.index, host)
         with self._changed:
             if self._agents.get(host.name) is channel:

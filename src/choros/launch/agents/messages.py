@@ -7,6 +7,8 @@ from dataclasses import dataclass
 HUB = "chorosrun"
 #: The exit code of a command whose host is lost, as ssh's.
 LOST = 255
+#: From an agent: its host is about to go.
+HOST_LEAVES = "host leaves"
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,6 @@ class HostSlots:
     """From who knows better than the hosts: how many slots they have now, by their numbers. Answered with ``None``."""
 
     slots: Mapping[int, int]
-
-
-@dataclass(frozen=True)
-class HostLeaves:
-    """From an agent: its host is about to go."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@
     chorosrun's messages and output ────┴──► JobRecord ──► as JSON, also while the job runs
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -155,8 +153,8 @@ class JobRecord:
         from choros.report.page import page_of, write_page  # takes 50 ms; jobs without a report do not need it
         from choros.report.record import WrittenRecord
 
-        record, page = self.to_json(), file.with_suffix(".html") if file.suffix in ("", ".json") else file
         try:
+            record, page = self.to_json(), file.with_suffix(".html") if file.suffix in ("", ".json") else file
             with unfinished(file.with_suffix(".json")) as name:
                 name.write_text(json.dumps(record))
             write_page(page, page_of(WrittenRecord.of(record)))

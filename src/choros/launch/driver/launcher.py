@@ -12,6 +12,7 @@ from choros import durations
 from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.job_end import JobEnd
 from choros.launch.driver.job_record import JobRecord
+from choros.launch.driver.machine import with_home
 from choros.launch.driver.metrics import served
 from choros.launch.driver.outcome import Outcome, outcome_of
 from choros.launch.driver.output import Output, shown_if_slow
@@ -86,7 +87,7 @@ def _launch_once(
     verbose: bool,
 ) -> JobEnd:
     began = time.monotonic()
-    environ = {**keras_backend_of_ranks(job.command, os.environ), **os.environ}
+    environ = {**keras_backend_of_ranks(job.command, os.environ), **with_home(os.environ)}
     if verbose and not VARIABLES["log_level"].given(environ)[1]:
         environ[VARIABLES["log_level"].name] = "INFO"
     job = _with_addresses(job)

@@ -6,8 +6,6 @@
         └─────── record ──► choros top, which shows the last lines of it
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -20,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any, final
 
 from choros import durations
-from choros.launch.driver.output import write_all
+from choros.launch.driver.output import write_screen
 
 #: Of what is held, the last bytes are kept.
 _MOST_HELD = 1 << 20
@@ -81,12 +79,12 @@ class LiveView:
             self._take_terminal()
         while self._held:
             descriptor, data = self._held.popleft()
-            write_all(descriptor, data)
+            write_screen(descriptor, data)
 
     def _take_terminal(self) -> None:
         with suppress(OSError, termios.error):
             termios.tcsetattr(0, termios.TCSADRAIN, self._terminal)
             if self._process.returncode != 0:
-                write_all(2, _RESTORE)
+                write_screen(2, _RESTORE)
         if self._left_out:
             self._held.appendleft((2, f"chorosrun: the view has hidden {self._left_out} bytes of output.\n".encode()))

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from choros import durations
@@ -67,6 +68,12 @@ def own_names() -> frozenset[str]:
     return frozenset(names)
 
 
+def with_home(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` with a HOME, without which Open MPI's mpirun ends: services and cron may have none."""
+    home = os.path.expanduser("~")
+    return {"HOME": home if os.path.isabs(home) else os.sep, **environ}
+
+
 def detect_mpirun(path: str | None = None) -> Mpirun:
     """Finds mpirun: ``path``, or the one installed beside this Python, or the first on ``PATH``."""
     beside = Path(sys.executable).parent / "mpirun"
@@ -80,7 +87,8 @@ def detect_mpirun(path: str | None = None) -> Mpirun:
             raise ConfigError(f"--mpirun {path}: no such program.")
     found = os.path.abspath(found)
     try:
-        answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        command, environ = [found, "--version"], with_home(os.environ)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False, env=environ)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{found} --version failed: {error}.") from error
     version = (answer.stdout or answer.stderr).strip()

@@ -1,5 +1,6 @@
 """The ranks' output: written to the terminal, each line prefixed with the ranks that wrote it, and to files."""
 
+import errno
 import os
 import select
 import threading
@@ -8,12 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from choros import durations
 from choros.errors import ConfigError
 from choros.launch.driver.line_merger import LineMerger, Lines
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.job import Job
 from choros.launch.plan.roles import NO_ROLES, Roles
 from choros.launch.protocol.frames import Text
+from choros.ownership import overwrite
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _CLEAR_TO_END = b"\x1b[K"
@@ -23,14 +26,30 @@ _CLEAR_TO_END = b"\x1b[K"
 Write = Callable[[bytes], object]
 
 
-def write_all(descriptor: int, data: bytes) -> None:
-    """Writes without a buffer: what cannot be written is known at once."""
-    rest = memoryview(data)
+_screen = threading.local()
+
+
+@contextmanager
+def not_waiting(once: Callable[[], bool]) -> Iterator[None]:
+    """A context in which this thread waits no more for who reads its screen, ``once`` a job is to end."""
+    _screen.gives_up = once
+    try:
+        yield
+    finally:
+        del _screen.gives_up
+
+
+def write_screen(descriptor: int, data: bytes) -> None:
+    """Writes without a buffer: what cannot be written is known at once. A pipe may be full, a terminal stopped."""
+    rest, gives_up = memoryview(data), getattr(_screen, "gives_up", lambda: False)
+    ready = select.poll()
+    ready.register(descriptor, select.POLLOUT)
     while rest:
-        try:
-            rest = rest[os.write(descriptor, rest) :]
-        except BlockingIOError:  # a terminal that another program has set to non-blocking mode
-            select.select([], [descriptor], [])
+        if ready.poll(durations.SCREEN_LOOK * 1000):
+            with suppress(BlockingIOError):  # a terminal that another program has set to non-blocking mode
+                rest = rest[os.write(descriptor, rest[: select.PIPE_BUF]) :]  # so many do not block
+        elif gives_up():
+            raise OSError(errno.ETIMEDOUT, "it is not read")
 
 
 def use_colour(environ: Mapping[str, str], terminal: bool) -> bool:
@@ -62,11 +81,10 @@ def open_files(directory: Path, size: int, roles: Roles = NO_ROLES) -> Files:
         for stream in ("out", "err"):
             path = directory / roles.directory(rank) / f"std{stream}"
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+                files[rank, stream] = overwrite(path)
             except OSError as error:
-                raise ConfigError(f"--output-dir {directory}: {path} cannot be created: {error.strerror}.") from error
-            files[rank, stream] = file
+                why = error.strerror or error
+                raise ConfigError(f"--output-dir {directory}: {path} cannot be created: {why}.") from error
     return files
 
 
@@ -204,7 +222,9 @@ class Output:
     def _write_to_file(self, text: Text) -> None:
         try:
             if self._files:
-                write_all(self._files[text.rank, text.stream], text.data)
+                rest = memoryview(text.data)
+                while rest:
+                    rest = rest[os.write(self._files[text.rank, text.stream], rest) :]
         except OSError as error:
             self._files = {}
             self.show(

@@ -59,12 +59,6 @@ def check_client(hosts: Sequence[Host], ssh: Ssh) -> None:
         )
 
 
-def answering(hosts: Sequence[Host], ssh: Ssh, seconds: float) -> tuple[Host, ...]:
-    """Returns those of the ``hosts`` that accept the login within ``seconds``."""
-    answers, _ = log_in_all([host.name for host in hosts], ssh, seconds)
-    return tuple(host for host in hosts if host.name in answers)
-
-
 def log_in_all(names: Sequence[str], ssh: Ssh, seconds: float) -> tuple[dict[str, Identity], dict[str, str]]:
     """Returns the answers of the hosts that accept the login within ``seconds``, by name, and why others do not."""
     return ask_all(names, lambda name: _log_in(name, ssh, seconds), seconds)

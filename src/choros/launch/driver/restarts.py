@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
-from types import FrameType
-from typing import NoReturn
 
 from choros import durations
 from choros.errors import PREEMPTED, ConfigError
@@ -114,10 +113,10 @@ def launch_again(
             return job_end
         tries = tries.after(loss)
         try:
-            with caught_signals(_CAUGHT, _raise):
+            with caught_signals(_CAUGHT, lambda number, _: sys.exit(number)):
                 step = waiting.after(loss, tries)
-        except _Signalled as signalled:  # the last commit is all that there is of the job
-            preempted = signalled.number in (signal.SIGTERM, signal.SIGUSR1)
+        except SystemExit as signalled:  # the last commit is all that there is of the job
+            preempted = signalled.code in (signal.SIGTERM, signal.SIGUSR1)
             return JobEnd(0, reason=Reason.TERMINATE, elastic=elastic, preempted=preempted)
         if step is None:
             return replace(job_end, reason=Reason.TIMEOUT, waits=())
@@ -200,10 +199,10 @@ class _Waiting:
         remote = [host for host in hosts if host.name not in names]
         if not remote or in_slurm(os.environ):  # there mpirun does without ssh
             return hosts
-        from choros.launch.driver.preflight import answering  # takes 20 ms; other jobs do not need it
+        from choros.launch.driver.preflight import log_in_all  # takes 20 ms; other jobs do not need it
 
-        there = answering(remote, self.job.ssh, durations.LOGIN)
-        return tuple(host for host in hosts if host not in remote or host in there)
+        there, _ = log_in_all([host.name for host in remote], self.job.ssh, durations.LOGIN)
+        return tuple(host for host in hosts if host not in remote or host.name in there)
 
 
 def _again(job: Job, step: Restart, number: int) -> str:
@@ -212,13 +211,3 @@ def _again(job: Job, step: Restart, number: int) -> str:
     begins = "goes on from its last commit" if commits else "begins anew, as it has no --commit-dir"
     kind = job.roles.kind(step.size)
     return f"is started again, with {step.size} {kind}{where}, and {begins} (restart {number})"
-
-
-class _Signalled(Exception):
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-
-def _raise(number: int, _frame: FrameType | None) -> NoReturn:
-    raise _Signalled(number)

@@ -15,8 +15,10 @@ not count.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,7 +31,7 @@ from choros.launch.driver.failures import headline, met_shutdown
 from choros.launch.driver.job_end import JobEnd, Reason, signal_name
 from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.mpirun_process import MpirunProcess
-from choros.launch.driver.output import Output
+from choros.launch.driver.output import Output, not_waiting
 from choros.launch.driver.stopping import Stopping, kill_rank, publish
 from choros.launch.driver.wait_watch import StackRequests, WaitWatch
 from choros.launch.plan.command import Command
@@ -99,7 +101,8 @@ class Supervisor:
         )
         requests = StackRequests(loop, partial(stopping.send, STACKS) if STACKS in signal_map else None)
         self._waits = WaitWatch(job_end, output, loop, mpirun, limits, requests, stopping.stop, self._kill)
-        loop.on_readable(signals, partial(self._on_signals, signals))
+        self._signals = signals
+        loop.on_readable(signals, self._on_signals)
         senders: Mapping[str, Callable[[socket.socket], None]] = {
             STACKS_OF: self._waits.send_stacks,
             RECORD_OF: partial(self._send_record, None),
@@ -121,8 +124,10 @@ class Supervisor:
         self._loop.set_deadline("start", self._limits.start, lambda: stop(Reason.START_TIMEOUT))
         if self._limits.run is not None:
             self._loop.set_deadline("run", self._limits.run, lambda: stop(Reason.TIMEOUT))
+        end = time.monotonic() + (math.inf if self._limits.run is None else self._limits.run)
         try:
-            self._loop.run(until=lambda: self._mpirun.has_ended() or not self._pipes)
+            with not_waiting(once=lambda: time.monotonic() > end or self._signals.has_more):
+                self._loop.run(until=lambda: self._mpirun.has_ended() or not self._pipes)
             # mpirun has ended; its last output is in its pipes, which an ssh client may hold open for minutes.
             self._loop.cancel_all()
             self._loop.run(until=lambda: not self._pipes, seconds=durations.DRAIN)
@@ -155,8 +160,8 @@ class Supervisor:
             if self._verbose:
                 self._output.show(item)
 
-    def _on_signals(self, signals: SignalPipe) -> None:
-        for number in signals.read():
+    def _on_signals(self) -> None:
+        for number in self._signals.read():
             self._stopping.on_signal(number)
 
     def _on_frame(self, frame: Frame) -> None:

@@ -205,6 +205,11 @@ class Arguments:
             value = getattr(self, each.dest)
             if each.value.is_number and not (value is None and each.default is None):
                 each.check(value, in_python=self.in_python)
+        for name in ("commit_dir", "host_discovery_script", "output_dir"):
+            if getattr(self, name) is not None and not os.fspath(getattr(self, name)):
+                raise self._invalid(name, "it is empty. Is a variable in it not set?")
+        if self.report is not None and not Path(self.report).name:
+            raise self._invalid("report", "it names no file.")
         self._check_elastic()
         if self.nproc_per_node is not None and (self.num_proc, self.ps) != (None, None):
             raise ConfigError("--nproc-per-node replaces -np, and -np alone is the number of workers with --ps.")

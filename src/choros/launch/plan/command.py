@@ -12,10 +12,10 @@ from choros.errors import ConfigError
 from choros.launch.plan.cores import share_of
 from choros.launch.plan.environment import for_srun, forwarded, in_allocation, without_launchers
 from choros.launch.plan.hosts import hosts_of_ranks, ranks_per_host
-from choros.launch.plan.job import Job
+from choros.launch.plan.job import Elastic, Job
 from choros.launch.plan.mpi_implementations import Mpirun
 from choros.launch.plan.rank_environment import rank_settings
-from choros.launch.protocol.wrapper_options import JOB, WrapperOptions
+from choros.launch.protocol.wrapper_options import JOB, OWN_TEMPORARY
 from choros.settings import VARIABLES
 
 #: Python's arguments to run a rank's wrapper; see wrapper/__main__.py for the reasons.
@@ -26,6 +26,11 @@ _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 #: Selects Open MPI's collectives. Ranks that join later choose others than those who were there before if han is one of
 #: them, and the first collective of both hangs.
 _COLLECTIVES, _WITHOUT_HAN = "OMPI_MCA_coll", "^han"
+
+_OF_ELASTIC_JOBS = {
+    *Elastic(least=1, most=1, resets=0).variables(),
+    *(VARIABLES[name].name for name in ("spawn", "slots", "new_rank", "commit_dir", "commit_steps", "chaos")),
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,12 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
             f"{mpirun.path} belongs to {mpirun.implementation.name}, whose ranks do not outlive each other: elastic "
             "jobs need Open MPI 5. The one that is installed with choros is used without --mpirun."
         )
-    full = {**without_launchers(environ), **for_srun(environ), **mpirun.environment(), **job.environment, JOB: name}
+    kept = without_launchers(environ)
+    if JOB in environ:  # a rank of an elastic job may start one of its own, which is as its own arguments say
+        kept = {variable: value for variable, value in kept.items() if variable not in _OF_ELASTIC_JOBS}
+    full = {**kept, **for_srun(environ), **mpirun.environment(), **job.environment, JOB: name}
+    if "TMPDIR" in job.environment:  # the ranks' own
+        full.setdefault(OWN_TEMPORARY, str(Path(session).parent))
     if job.elastic is not None:
         full.setdefault(_COLLECTIVES, _WITHOUT_HAN)
         if job.hosts and job.fills_hosts:
@@ -61,15 +71,12 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
     listens = bool(mpirun.implementation.mca)  # for ranks and for daemons on other hosts, even if there are none
     gated = one_host and listens and sys.platform.startswith("linux")
     silence = VARIABLES["unreachable_seconds"].read(full)
+    options, counts = replace(job.options, gated=gated), ranks_per_host(job.hosts, job.size)
+    if job.fills_hosts and len(set(counts)) > 1:
+        options = replace(options, ranks_per_host=counts)
     argv = [mpirun.path, *mpirun.implementation.arguments(job, session, root, forward, silence)]
-    argv += [sys.executable, *_WRAPPER, str(replace(_options(job), gated=gated)), *job.command]
+    argv += [sys.executable, *_WRAPPER, str(options), *job.command]
     return Command(tuple(argv), full, one_host, gate=session if gated else "")
-
-
-def _options(job: Job) -> WrapperOptions:
-    counts = ranks_per_host(job.hosts, job.size)
-    differ = len(set(counts)) > 1
-    return replace(job.options, ranks_per_host=counts) if job.fills_hosts and differ else job.options
 
 
 def dry_run_text(job: Job, command: Command, environ: Mapping[str, str]) -> str:

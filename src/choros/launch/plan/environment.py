@@ -78,7 +78,7 @@ the ranks without chorosrun, as tasks of srun --het-group=0,1 (docs/slurm.md).
     """
     count = environ.get("SLURM_HET_SIZE")
     if count is not None:
-        groups = ",".join(map(str, range(int(count))))
+        groups = ",".join(map(str, range(int(count)))) if count.isdecimal() else "0,1,…"
         raise ConfigError(
             f"this allocation of SLURM has {count} components, and mpirun knows only the first one: start the ranks "
             f"without chorosrun, as tasks of srun --het-group={groups} (docs/slurm.md)."

@@ -8,8 +8,6 @@
     fewer: it ends    it starts     it grows to, on hosts with free slots
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from choros import durations
 from choros.errors import LaunchError
-from choros.launch.protocol.wrapper_options import JOB
+from choros.launch.protocol.wrapper_options import JOB, OWN_TEMPORARY
+from choros.ownership import open_directory, owned_directory
 from choros.settings import SESSION_BYTES
 
 #: The variable with the directory for Open MPI's segments.
@@ -51,13 +52,12 @@ class Directory:
         for _ in range(3):  # another job may remove it as stale before it is locked
             try:
                 path.mkdir(mode=0o700, parents=False, exist_ok=True)
-                descriptor = _opened(path)
+                descriptor = open_directory(path)  # before the lock: another user's would be waited for
             except OSError:
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-                locked, current = os.fstat(descriptor), path.lstat()
-                if locked.st_uid == os.geteuid() and locked.st_ino == current.st_ino:
+                if os.fstat(descriptor).st_ino == path.lstat().st_ino:
                     return cls(path, descriptor)
             except OSError:
                 pass
@@ -150,7 +150,7 @@ def _free(root: Path) -> int:
 
 def temporary() -> Path:
     """Returns the directory for temporary files, as ``tempfile`` does, whose import takes every rank 10 ms."""
-    named = filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP")))
+    named = filter(None, map(os.environ.get, (OWN_TEMPORARY, "TMPDIR", "TEMP", "TMP")))
     return next((Path(path) for path in named if os.access(path, os.W_OK | os.X_OK)), Path("/tmp"))  # noqa: S108
 
 
@@ -158,13 +158,13 @@ def remove_stale(*roots: Path) -> None:
     """Removes the directories of jobs that were killed as a whole, by default from /dev/shm and the temporary one."""
     for root in roots or (SHARED_MEMORY, temporary()):
         for path in (*root.glob(_MEMORY + "*"), *root.glob(SESSION + "*")):
-            with contextlib.suppress(OSError), _owned(path) as descriptor:
+            with contextlib.suppress(OSError), owned_directory(path) as descriptor:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process may have locked it
                 _remove_with_daemons(path)
 
 
 def _remove_with_daemons(path: Path) -> None:
-    with contextlib.suppress(OSError), _owned(path) as descriptor:
+    with contextlib.suppress(OSError), owned_directory(path) as descriptor:
         for name in os.listdir(descriptor):
             if name.startswith(_NOTE) and _DAEMON.fullmatch(name.removeprefix(_NOTE)):
                 remove_owned(temporary() / name.removeprefix(_NOTE))
@@ -175,25 +175,9 @@ def remove_owned(path: Path) -> None:
     """Removes a directory and its contents, if it belongs to this user and is no link."""
     import shutil  # imports three compression libraries
 
-    with contextlib.suppress(OSError), _owned(path) as descriptor:
+    with contextlib.suppress(OSError), owned_directory(path) as descriptor:
         shutil.rmtree(".", ignore_errors=True, dir_fd=descriptor)
         path.rmdir()
-
-
-@contextmanager
-def _owned(path: Path) -> Iterator[int]:
-    """The descriptor of a directory of this user; raises an ``OSError`` if it is none."""
-    descriptor = _opened(path)
-    try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise PermissionError(f"{path} belongs to another user")
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _opened(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 _GATE_KEY = "gate"

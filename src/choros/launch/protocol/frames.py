@@ -50,9 +50,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Received:
-    """The rank has got the first ``count`` lines of the payload: see ``payload.py``."""
+    """Rank 0 has got the first ``count`` lines of the payload: see ``payload.py``."""
 
-    rank: int
     count: int
 
 

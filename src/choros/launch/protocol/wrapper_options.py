@@ -11,6 +11,8 @@ from choros.observe import MOVE
 
 #: The variable with the job's unique name.
 JOB = "CHOROS_JOB"
+#: The variable with chorosrun's directory for temporary files, where the ranks are to have another.
+OWN_TEMPORARY = "CHOROS_TMPDIR"
 #: The variable with the addresses of a job with parameter servers, as in TF_CONFIG's "cluster".
 CLUSTER = "CHOROS_CLUSTER"
 #: The variable with the file descriptor to which a rank writes its function's result.

@@ -39,7 +39,7 @@ class RankOutput:
 
     def restart(self) -> dict[str, str]:
         """Begins anew, for a rank that will be started; returns the variable of its page, if the system has such."""
-        self._send_all(self.transcript.release())
+        self.release()
         self.transcript = Transcript(self.rank)
         if self._page is not None:
             os.close(self._page)
@@ -62,6 +62,10 @@ class RankOutput:
     def drain(self) -> None:
         """Reads the rest of the pipes, whose writers have ended."""
         self.loop.run(until=lambda: not self._pipes, seconds=1.0)
+
+    def release(self) -> None:
+        """Sends the traceback that is held back, which is not the rank's last word."""
+        self._send_all(self.transcript.release())
 
     def _read(self, name: str, pipe: HasFileno | int) -> None:
         data = os.read(pipe if isinstance(pipe, int) else pipe.fileno(), _PIPE_READ)

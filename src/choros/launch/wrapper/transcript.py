@@ -102,7 +102,7 @@ class TracebackBuffer:
         continues = self._ended and now - self._last > durations.MESSAGE_PAUSE
         self.held += data
         if len(self.held) > _MOST:
-            return before + self._release()
+            return before + self.release()
         self._deadline = min(self._latest, now + (_AFTER_MORE_OUTPUT if continues else _AFTER_SILENCE))
         self._last = now
         for line in data.splitlines():  # the end is the first line that is not indented, which names the exception
@@ -124,13 +124,14 @@ class TracebackBuffer:
     def due(self, now: float) -> bytes:
         """Returns what is held, once the rank is known to have handled the exception."""
         wait = self.wait(now)
-        return self._release() if wait is not None and wait <= 0 else b""
+        return self.release() if wait is not None and wait <= 0 else b""
 
     def wait(self, now: float) -> float | None:
         """Returns the seconds until what is held is due; ``None`` if it is not, or there is nothing."""
         return max(0.0, self._deadline - now) if self.held and not self._crashed else None
 
-    def _release(self) -> bytes:
+    def release(self) -> bytes:
+        """Returns what is held: the rank has handled the exception."""
         released, self.held = self.held, b""
         self.shown = released[:_MOST]
         return released
@@ -209,8 +210,8 @@ class Transcript:
             yield from self._frames(ERR, self._lines[ERR].due(now), now)
 
     def release(self) -> Iterator[Frame]:
-        """Yields the traceback that is held back, for a rank that has ended and is restarted."""
-        yield from self._texts(ERR, self._traceback_buffer.held)
+        """Yields the traceback that is held back, and no longer holds it: it is not the rank's last word."""
+        yield from self._texts(ERR, self._traceback_buffer.release())
 
     def waits(self, now: float) -> list[float]:
         """Returns the seconds after which lines may be due."""

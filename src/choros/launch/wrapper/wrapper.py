@@ -223,6 +223,8 @@ class Wrapper:
         self._loop.run(until=lambda: self._status is not None)
         self._end_process_tree()
         self._output.drain()
+        if not self._status:  # it has handled its last exception
+            self._output.release()
 
     def _start(self) -> subprocess.Popen[bytes]:
         environ = {**self._environ, **self._output.restart()}
@@ -268,7 +270,7 @@ class Wrapper:
         if process.stdin is not None:
             from choros.launch.protocol.payload import RankInput  # a command has none
 
-            RankInput(self._loop, 0, process.stdin, lambda count: self._send(Received(self._topology.rank, count)))
+            RankInput(self._loop, 0, process.stdin, lambda count: self._send(Received(count)))
         early, self._early = self._early, []
         for number in early:
             self._forward(number)

@@ -1,7 +1,5 @@
 """The interface of all compressions, and those that are casts: none and fp16."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

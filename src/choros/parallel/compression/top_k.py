@@ -36,9 +36,7 @@ class TopK(VectorCompressor):
         return f"top {math.ceil(self.ratio * count)} of float32[{count}]"
 
     def sum(self, communicator: Communicator, vector: Vector, residual: Vector | None) -> Vector:
-        """Each rank gathers the indices and values of all ranks, in which those that are not finite count as the
-        largest, and sums them in rank order.
-        """
+        """Gathers all ranks' indices and values, of which non-finite ones count as largest; sums them in rank order."""
         index_dtype = np.dtype(np.int32 if len(vector) <= 2**31 else np.int64)
         least = len(vector) - math.ceil(self.ratio * len(vector))
         largest = np.argpartition(np.abs(vector), least)[least:].astype(index_dtype)

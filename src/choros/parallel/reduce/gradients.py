@@ -4,7 +4,7 @@ Sparse gradients are the rows of a variable that a batch used. Ranks gather them
 step with the gradients of two embeddings, a and b, of different numbers of rows, costs what the batch does::
 
              rank 0                 rank 1
-    (1)  3 rows of a, 2 of b    1 row of a, 4 of b      allgather: the numbers of rows, and whether they are distinct
+    (1)  3 rows of a, 2 of b    1 row of a, 4 of b      allgather: the numbers of rows, and how they may be summed
     (2)  [a a a│b b]            [a│b b b b]             pack: indices; then values, scaled and cast
     (3)  ──────────────── allgather ────────────────    one message each for all embeddings; of one, without packing
     (4)  a: [a a a│a]           b: [b b│b b b b]        unpack, on both ranks
@@ -12,14 +12,15 @@ step with the gradients of two embeddings, a and b, of different numbers of rows
 A row that occurs twice stays twice, as in one process on the whole batch: Adam and clipping by norm treat that
 differently from the sum. But functions such as ``tf.nn.embedding_lookup_sparse`` sum equal rows themselves, so
 rows of several ranks are summed if each rank has each once, and the variable is not known to be a Keras
-embedding's.
+embedding's. And where indices do not follow from the batch, as those of positions, one process has each of them once,
+whatever its batch: such rows are summed if all ranks have the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -34,6 +35,8 @@ DType = np.dtype[np.generic]
 Gradient: TypeAlias = Any
 #: The items of a flat array that each rank owns: the first one, and the one after the last.
 Ranges = tuple[tuple[int, int], ...]
+#: How rows of several ranks may be summed, in a bit mask: by their indices, or one by one, if all ranks have the same.
+_BY_INDEX, _ONE_BY_ONE = 1, 2
 
 
 class SliceLayout(NamedTuple):
@@ -86,7 +89,8 @@ class RowsLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SparseRows:
-    """A gradient that is zero but for some rows. A row that occurs several times is the sum of these.
+    """A gradient that is zero but for some rows. A row that occurs several times is the sum of these. ``of_batch``:
+    whether the indices follow from the batch; ``None``: not known.
 
     >>> rows = SparseRows(np.array([2, 0]), np.ones((2, 1)), shape=(3, 1))
     >>> (rows * 2.0 + rows).indices, (rows * 2.0 + rows).values.tolist()
@@ -96,6 +100,7 @@ class SparseRows:
     indices: Array
     values: Array
     shape: tuple[int, ...]
+    of_batch: bool | None = True
 
     @property
     def layout(self) -> RowsLayout:
@@ -119,11 +124,13 @@ class SparseRows:
     def __mul__(self, factor: float) -> SparseRows:
         values = np.empty_like(self.values)
         _scale_into(values, self.values, factor)
-        return SparseRows(self.indices, values, self.shape)
+        return replace(self, values=values)
 
     def __add__(self, other: SparseRows) -> SparseRows:
+        if self.of_batch is False and np.array_equal(self.indices, other.indices):
+            return replace(self, values=self.values + other.values)
         indices = np.concatenate([self.indices, other.indices])
-        return SparseRows(indices, np.concatenate([self.values, other.values]), self.shape)
+        return replace(self, indices=indices, values=np.concatenate([self.values, other.values]))
 
 
 #: For each gradient its shape and dtype, and for a sparse one the dtype of its indices.
@@ -204,8 +211,8 @@ class RowsExchange(Exchange):
         size, number = self._communicator.size, len(self._layout)
         given = [each.rows(0) for each in self._layout] if arrays is None else arrays
         own = [len(rows.indices) for rows in given]
-        distinct = [not each.repeats and rows.distinct for each, rows in zip(self._layout, given, strict=True)]
-        header = np.array([own, distinct], np.int64)
+        summable = [_summable(each, rows) for each, rows in zip(self._layout, given, strict=True)]
+        header = np.array([own, summable], np.int64)
         gathered = self._communicator.gather_bytes(header.reshape(-1).view(np.uint8), [header.nbytes] * size)
         table = gathered.view(np.int64).reshape(size, 2, number)
         counts: list[list[int]] = table[:, 0].tolist()
@@ -226,8 +233,8 @@ class RowsExchange(Exchange):
                 _scale_into(wide, part, after)
                 part = wide
             results.append(SparseRows(rows, part.reshape(-1, *each.shape[1:]), each.shape))
-        merge = [all(flags) for flags in zip(*table[:, 1].tolist(), strict=True)]
-        return [rows.merged() if each else rows for rows, each in zip(results, merge, strict=True)]
+        ways = np.bitwise_and.reduce(table[:, 1]).tolist()
+        return [_summed(*each) for each in zip(results, table[:, 0].T.tolist(), ways, strict=True)]
 
     def _gather(
         self, parts: Sequence[Array], dtypes: Sequence[DType], counts: Sequence[list[int]], scales: Sequence[float] = ()
@@ -245,6 +252,30 @@ class RowsExchange(Exchange):
                 _scale_into(slot.view(dtype), part, scale)
         of_parts = regrouped(self._communicator.gather_bytes(message, nbytes), table)
         return [part.view(dtype) for part, dtype in zip(of_parts, dtypes, strict=True)]
+
+
+def _summable(layout: RowsLayout, rows: SparseRows) -> int:
+    """How other ranks' rows may be added to these."""
+    if not len(rows.indices):
+        return _BY_INDEX | _ONE_BY_ONE
+    if not layout.repeats:
+        return _BY_INDEX if rows.distinct else 0
+    if rows.of_batch is None:  # several rows that all ranks have once, in one order, are hardly those of batches
+        return _ONE_BY_ONE if len(rows.indices) > 1 and rows.distinct else 0
+    return 0 if rows.of_batch else _ONE_BY_ONE
+
+
+def _summed(rows: SparseRows, counts: Sequence[int], ways: int) -> SparseRows:
+    """All ranks' ``rows``, of which each has these ``counts``; those that may be summed once."""
+    if ways & _BY_INDEX:
+        return rows.merged()
+    count, ranks = max(counts), len(rows.indices) // max(1, *counts)
+    if not ways & _ONE_BY_ONE or not set(counts) <= {0, count}:
+        return rows
+    indices = rows.indices.reshape(ranks, count)
+    if (indices != indices[0]).any():
+        return rows
+    return replace(rows, indices=indices[0], values=rows.values.reshape(ranks, *rows.values[:count].shape).sum(0))
 
 
 def _scale_into(target: Array, source: Array, scale: float) -> None:

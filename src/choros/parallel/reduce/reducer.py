@@ -124,7 +124,7 @@ class GradientReducer:
         self.correction: Callable[[], float] | None = None
         self._factor = 1.0
         environment = current()
-        self._compare_every, self.divergence = environment.compare_every, environment.divergence
+        self.compare_every, self.divergence = environment.compare_every, environment.divergence
         self.due: Comparison | None = None
 
     @property
@@ -317,8 +317,7 @@ class GradientReducer:
 
     def last_active(self, heirs: Sequence[int] = ()) -> int | None:
         """Once all have joined, a rank with a batch in the last step, whose weights all must receive; or of ``heirs``.
-        ``None`` if no rank was without one, or there was no step; if all that made the update were lost,
-        PeerLostError.
+        ``None`` if no rank was without one, or there was no step; if all that made the update were lost, PeerLostError.
         """
         active, self._active = self._active, None
         self.trained = tuple(active or ())
@@ -338,7 +337,7 @@ class GradientReducer:
             if layout not in self._plans:
                 if len(self._plans) == _PLANS:
                     del self._plans[next(iter(self._plans))]
-                compares = self._compare_every, self.divergence
+                compares = self.compare_every, self.divergence
                 self._plans[layout] = plan_for(self.config, self.name, layout, compares)
             plan = self._plan = self._plans[layout]
         return plan
@@ -368,9 +367,12 @@ class GradientReducer:
             return
         common_steps = done.common_steps
         if len(self._active) == len(counts):
-            step, first, every = common_steps.get(layout, 0) + 1, self.config.compared_step, self._compare_every
+            step, first, every = common_steps.get(layout, 0) + 1, self.config.compared_step, self.compare_every
             common_steps = {**common_steps, layout: step}
-            if step == first or (step > first and every > 0 and step % every == 0):
+            is_power_of_two = step & (step - 1) == 0  # what is wrong from the start is found early
+            if step == first or (
+                step > first and every > 0 and (step % every == 0 or (step < every and is_power_of_two))
+            ):
                 self.due = Comparison(step, first, self.divergence)
         self._progress = replace(done, batches=done.batches + 1, steps=done.steps + 1, common_steps=common_steps)
         if self._progress.steps != self._begun:
@@ -390,9 +392,7 @@ class GradientReducer:
         *,
         early: bool = False,
     ) -> list[Gradient]:
-        """Reduces the gradients of the last micro-batch, and those that are pending, or only these, ``early``;
-        ``None``: this rank has none.
-        """
+        """Reduces the last micro-batch's gradients (``None``: it has none) and those pending; ``early``: only these."""
         layout = plan.layout
         pending = layout in self._progress.pending
         if pending and gradients is not None:

@@ -39,6 +39,21 @@ from choros.parallel.reduce.gradients import Ranges, RowsLayout, SliceLayout, Sp
 _ALIGNED_ITEMS = 64
 
 
+#: What ranks ask before updates, and pass to ``check_loaded``.
+LOADED = Request("whether an optimizer's state was loaded")
+
+
+def check_loaded(loads: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raises ConfigError if some of the ``ranks`` have loaded a state of one process oftener than others."""
+    having = [rank for rank, each in zip(ranks, loads, strict=True) if each > min(loads)]
+    if having:
+        lacking = sorted({*ranks} - {*having})
+        raise ConfigError(
+            f"ranks {having} have loaded the optimizer's state, and ranks {lacking} have not: with shard_state each "
+            "keeps its own slice of what it loads. Load the file on all ranks; each reads its slice."
+        )
+
+
 def even_slices(sizes: Sequence[int], rows: Sequence[int], ranks: int) -> tuple[Ranges, ...]:
     """Returns for each flat array of ``sizes`` its items on each rank; the sums differ by some items. An array of
     ``rows`` of more than one item is cut between rows, and any other at multiples of 64 items.

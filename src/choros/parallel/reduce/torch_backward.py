@@ -152,11 +152,14 @@ class BackwardExchange:
 
             parts[self._kinds] = learn
 
-    def compare(self, advice: str) -> None:
-        """Checks, if a comparison is due, that ranks have identical parameters after an update; else DriftError."""
+    def compare(self, advice: str) -> Comparison | None:
+        """Checks, if a comparison is due, that ranks have identical parameters after an update; else DriftError.
+        Returns that comparison.
+        """
         due, self.reducer.due = self.reducer.due, None
         if due is not None:
             compare_parameters(self._parameters, due, advice, self.reducer.config.process_set)
+        return due
 
     def _register(self, parameters: Sequence[Any]) -> None:
         _remove(self._hooks)
@@ -324,13 +327,15 @@ def are_replaceable(gradients: Sequence[Any], parameters: Sequence[Any]) -> bool
 
 
 def _tensor_of(result: Any, parameter: Any, gradient: Any, *, on_device: bool) -> Any:
-    adapter = framework_adapter("torch")
+    adapter: Any = framework_adapter("torch")
     if isinstance(result, SparseRows):
         indices, values = (adapter.from_host(each, parameter) for each in (result.indices, result.values))
         return adapter.from_rows(indices, values, result.shape)
     # Results may be views of one tensor: ``data`` gives each its own version counter.
     dense = result.data if on_device else adapter.from_host(result, parameter)
-    return dense if gradient is None or not gradient.is_sparse else dense.to_sparse(gradient.sparse_dim())
+    if gradient is None or not gradient.is_sparse:
+        return adapter.laid_out_as(parameter, dense)
+    return dense.to_sparse(gradient.sparse_dim())
 
 
 def compare_parameters(

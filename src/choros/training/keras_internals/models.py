@@ -85,6 +85,12 @@ def apply_count(optimizer: Any) -> Any:
     return innermost(optimizer)._iterations
 
 
+def velocities_of(optimizer: Any) -> Sequence[Any]:
+    """The velocities of an optimizer with momentum, none before it is built; RMSprop's have no public name."""
+    found = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or ()
+    return [each for each in found if each is not None]
+
+
 def learning_rate_of(optimizer: Any) -> Any:
     """The variable, schedule or function of the learning rate; the public ``learning_rate`` is its value."""
     return optimizer._learning_rate
@@ -197,9 +203,26 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def own_methods(model: Any) -> frozenset[str]:
-    """Those of the methods that train which a model's class has overridden; Keras has no flag for it."""
-    names, own = ("train_step", "test_step", "compute_loss"), f"{keras.__name__}.src."
-    return frozenset(name for name in names if not getattr(type(model), name).__module__.startswith(own))
+    """Those of the methods that train which a model's class has overridden, Keras has no flag for it; ``call`` and
+    ``__call__`` if a loss that it is compiled with has its own.
+    """
+    names = {name for name in ("train_step", "test_step", "compute_loss") if overrides(model, name)}
+    for loss in keras.tree.flatten(getattr(model, "loss", None)):
+        if isinstance(loss, keras.losses.Loss):
+            functions = {"call": getattr(loss, "fn", type(loss).call), "__call__": type(loss).__call__}
+        else:
+            functions = {"call": loss} if callable(loss) else {}
+        names |= {name for name, function in functions.items() if not _is_of_keras(function)}
+    return frozenset(names)
+
+
+def overrides(model: Any, method: str) -> bool:
+    """Whether a model's class has overridden a method of Keras'."""
+    return not _is_of_keras(getattr(type(model), method))
+
+
+def _is_of_keras(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(f"{keras.__name__}.src.")
 
 
 def own_statistics(layer: Any) -> list[Any]:

@@ -1,5 +1,5 @@
 """Horovod's backend of estimators is choros'."""
 
-from choros.spark.backend import SparkBackend
+from choros.spark.run import SparkBackend
 
 __all__ = ["SparkBackend"]
