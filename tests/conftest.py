@@ -90,6 +90,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     failures = "\n".join(report.longreprtext for report in reports if report.failed)
     if failures and MADE_AGAIN not in dict(item.user_properties) and stood_still(began):
         item.user_properties.append((MADE_AGAIN, failures))
+        pool.start_anew()
+        item.session._setupstate.teardown_exact(None)  # and what several tests share
+        for forget in pool.FORGET:
+            forget()
         item._initrequest()
         return item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     for report in reports:

@@ -18,7 +18,7 @@ __all__ = ["stood_still", "watch"]
 
 #: The environment variable with the file in which the processes note when they have woken up.
 FILE = "CHOROS_TEST_BEATS"
-SECONDS, BETWEEN = 3.0, 0.1
+SECONDS, BETWEEN = 1.0, 0.1
 #: Of each core: when its process last woke up, and last did so too late.
 BEAT = struct.Struct("<dd")
 

@@ -317,11 +317,13 @@ class UsersError(Exception):
 
 def case_an_error_is_raised_once_and_cancels_waiting_functions():
     def fail():
-        time.sleep(0.1)
+        while not Path("scheduled").exists():
+            time.sleep(0.01)
         raise UsersError("of the user")
 
     failed = coordinator.schedule(fail)
     waiting = coordinator.schedule(time.time)
+    Path("scheduled").touch()
     with pytest.raises(UsersError) as caught:
         coordinator.join()
     assert "in fail" in "".join(caught.value.__notes__), caught.value.__notes__

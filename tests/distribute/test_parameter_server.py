@@ -4,8 +4,10 @@ import pytest
 
 from distribute.parameter_server_jobs import Job, Outcome, run_jobs
 from harness import FRAMEWORKS, case_names
+from ranks import pool
 
 pytestmark = pytest.mark.slow
+pool.FORGET.append(run_jobs.cache_clear)
 
 FIRST, RESUMED, SERVED = "parameter_server_script", "parameter_server_resumed", "parameter_server_served"
 #: Several workers are tested with one framework, as their coordination is independent of it. A single one is tested

@@ -52,7 +52,8 @@ def test_an_addition_is_one_new_file_and_at_most_two_edits(addition: Addition) -
 @needs("torch")
 @pytest.mark.parametrize("addition", additions(), ids=lambda each: each.title)
 def test_an_addition_works(addition: Addition, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "src", tmp_path / "src")  # what is compiled, too: each process would compile it anew
+    unfinished = shutil.ignore_patterns("*.pyc.[0-9]*")
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=unfinished)  # with what is compiled
     subprocess.run(["git", "apply", "-C1", "-"], cwd=tmp_path, input=addition.change, text=True, check=True, timeout=60)
     (tmp_path / "train.py").write_text(addition.program)
     path = os.pathsep.join([str(tmp_path / "src"), hiding_path("tensorflow", "jax")])

@@ -199,7 +199,7 @@ def test_ranks_without_rows_for_validation_have_the_metrics_of_the_others(framew
 
 
 def test_fit_goes_on_without_a_rank_that_is_stopped():
-    ended, reports = fit("torch", "", more=("--stall-shutdown", 6, "--chaos", "stop:rank=1@step=7+600s"), warm=False)
+    ended, reports = fit("torch", "", more=("--stall-shutdown", 20, "--chaos", "stop:rank=1@step=7+600s"), warm=False)
     assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err
     assert "rank 1 will be killed.\nchorosrun: rank 1 was killed; 2 ranks go on.\n" in ended.err
 

@@ -24,7 +24,7 @@ TESTS = Path(__file__).parent.parent
 #: What jobs of each framework do not find: Keras would import it, in seconds.
 HIDDEN = {"torch": ("jax", "tensorflow"), "tensorflow": ("jax",), "jax": ("tensorflow",)}
 #: What chorosrun shows if the start takes long, as on a busy machine.
-SLOW_START = re.compile(r"^chorosrun: starting \d+ \w+ …\n", re.MULTILINE)
+SLOW_START = re.compile(r"^chorosrun: (starting \d+ \w+|checking \d+ remote hosts?) …\n", re.MULTILINE)
 
 
 @dataclass

@@ -82,7 +82,12 @@ def test_the_first_pod_is_waited_for(pods):
     assert pods.codes() == [0, 0], pods.logs()
 
 
-def test_a_pod_that_is_killed_comes_back(pods, trains, tmp_path):
+def test_a_pod_that_is_killed_comes_back(pods, tmp_path):
+    loop = "    while state.step < 40:\n"
+    assert loop in TRAINS
+    # The last step waits for the pod.
+    waits = "        if state.step == 39 and communicator.size < 3: time.sleep(0.1); state.commit(); continue\n"
+    trains = rank_script(tmp_path / "trains.py", TRAINS.replace(loop, loop + waits))
     flags = (*ELASTIC, "--commit-dir", tmp_path / "commits")
     pods.start_all(*flags, PYTHON, trains)
     pods.until(lambda: "step 5 of 3" in pods.log(0))

@@ -32,7 +32,13 @@ def test_fewer_than_the_least_end():
 
 
 def test_a_rank_that_raises(tmp_path):
-    script = rank_script(tmp_path / "a.py", "if rank == 1: raise ValueError('mine')\ntime.sleep(1)\n")
+    raises = repr(str(tmp_path / "raises"))
+    script = rank_script(
+        tmp_path / "a.py",
+        f"if rank == 1:\n    open({raises}, 'w').close()\n    raise ValueError('mine')\n"
+        f"while not os.path.exists({raises}): time.sleep(0.01)\n"
+        "time.sleep(3)\n",
+    )
     ended = run("-np", 2, "--min-np", 1, sys.executable, script)
     assert ended.code == 0
     assert "rank 1 on " in ended.err

@@ -146,7 +146,7 @@ def test_who_connects_to_all_sockets_of_a_job_neither_stops_nor_delays_it(
     def attacked() -> None:
         _, writes = os.pipe()
         with process_of(OTHER, partial(connect_to_all, user, writes)), job(user, shared, *arguments) as (running, end):
-            running.wait_for(2, "ready", seconds=30)
+            running.wait_for(2, "ready")
             end()
 
     in_own_network(attacked)
@@ -175,7 +175,7 @@ def test_nor_one_of_a_function_or_of_parameter_servers(
             process_of(OTHER, partial(connect_to_all, user, writes)),
             Running(start=begin, env=environ) as running,
         ):
-            ended = running.end(seconds=60)
+            ended = running.end()
         assert ended.code == 0, ended
         assert says in ended.out
 

@@ -151,7 +151,7 @@ def test_a_job_that_stalls_is_stopped_on_request_after_the_report(tmp_path):
 @needs("torch")
 @pytest.mark.slow
 def test_a_parameter_server_that_is_stopped_is_reported(tmp_path):
-    flags = ("--ps", 1, "-np", 1, "--stall-check-warning-time-seconds", 1, "--stall-shutdown", 3)
+    flags = ("--ps", 1, "-np", 1, "--stall-check-warning-time-seconds", 1, "--stall-shutdown", 12)
     script = Path(__file__).with_name("stopped_server_script.py")
     ended = run(*flags, sys.executable, script, cwd=tmp_path, env={"KERAS_BACKEND": "torch"})
     assert ended.code == 70

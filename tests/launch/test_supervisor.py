@@ -164,7 +164,7 @@ def test_a_rank_raises():
             137,
             Reason.INTERRUPT,
         ),
-        ("", Limits(run=1.0), 143, Reason.TIMEOUT),
+        ("", Limits(run=5.0), 143, Reason.TIMEOUT),
     ],
     ids=["SIGTERM", "SIGINT", "SIGINT that is ignored", "SIGINT twice", "timeout"],
 )

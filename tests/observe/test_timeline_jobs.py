@@ -27,7 +27,7 @@ import choros, numpy
 choros.init()
 communicator = choros.global_process_set.communicator
 for step in range(5):
-    if rank == 1: time.sleep(0.05)
+    if rank == 1: time.sleep(0.3)
     communicator.allreduce(numpy.ones(4, numpy.float32), name="loss")
 """
 

@@ -20,7 +20,7 @@ from choros.trace.trace import collectives_of
 from comm import matching_cases
 from observe.timelines import MS, read
 
-DELAY, TIMES = 0.05, 5
+DELAY, TIMES = 0.3, 5
 
 
 def communicator():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ranks.job import Job
 from ranks.running import Broken, CannotStart, Running
 
 _running: Running | None = None
 #: Jobs that did not start, with the reason: another attempt for each case would take long.
 _failed: dict[Job, Broken | CannotStart] = {}
+#: What else forgets what runs have had as results, before a test is made again.
+FORGET: list[Callable[[], None]] = []
 
 
 def running(job: Job) -> Running:
@@ -23,6 +27,12 @@ def running(job: Job) -> Running:
             _failed[job] = error
             raise
     return _running
+
+
+def start_anew() -> None:
+    """Ends the running job, and lets those start again that did not: the machine may be to blame."""
+    close(by_force=True)
+    _failed.clear()
 
 
 def close(*, by_force: bool = False) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from harness import CHOROSRUN, FRAMEWORKS
+from ranks import pool
 
 pytestmark = [
     pytest.mark.slow,
@@ -87,6 +88,9 @@ def outputs() -> Outputs:
         failures = [text[-5000:] for process, text in zip(processes, texts, strict=True) if process.returncode != 0]
         ranks = [(folders[1] / f"output/rank.{rank}/stdout").read_text() for rank in range(2)]
         return Outputs(texts[0], ranks, failures)
+
+
+pool.FORGET.append(outputs.cache_clear)
 
 
 def numbers(text: str, script: str, lines: re.Pattern[str]) -> list[float]:
