@@ -35,6 +35,17 @@ def test_an_error_leaves_the_last_file_and_nothing_else(tmp_path: Path) -> None:
     assert names(tmp_path) == ["model.txt"]
 
 
+def test_what_is_written_to_a_pipe_replaces_nothing(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with unfinished(pipe) as name:
+        name.write_text("record")
+    assert os.read(reader, 100) == b"record"
+    assert pipe.is_fifo()
+    os.close(reader)
+
+
 def test_the_next_write_removes_what_killed_processes_have_left_and_nothing_of_living_ones(tmp_path: Path) -> None:
     killed = (
         "import os, signal, sys; from choros.durable import unfinished\n"

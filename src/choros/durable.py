@@ -45,11 +45,19 @@ def unfinished(path: str | os.PathLike[str]) -> Iterator[Path]:
     'weights'
     """
     final = followed(path)
+    if is_special(final):
+        yield final
+        return
     with workplace(final.parent) as directory:
         name = directory / final.name
         yield name
         flush(name)
         replace(name, final)
+
+
+def is_special(path: Path) -> bool:
+    """Whether it is a device or a pipe, as ``/dev/stdout``: what is written there replaces nothing."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 @contextmanager

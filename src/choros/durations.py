@@ -157,6 +157,8 @@ PATIENCE: Final = Duration(
 NEWCOMER: Final = Duration(
     10.0, _RANKS, "for a thread that has never called a collective", "it counts as one that does not take part"
 )
+SPIN: Final = Duration(200e-6, _RANKS, "for others in a collective, and polls without a pause", "they sleep in between")
+POLL: Final = Duration(20e-6, _RANKS, "then, between two polls, and later up to 1 ms", "they poll again")
 SLEEPY: Final = Duration(50e-6, _RANKS, "for the core, when they yield it", "the core counts as shared")
 EXCHANGE: Final = Duration(0.002, _RANKS, "for some bytes by Gloo on a busy machine", "nothing: a time to reckon with")
 NAP: Final = Duration(0.1, _RANKS, "for Gloo, before looking whether a peer is lost", "they look, and wait again")

@@ -6,7 +6,7 @@ import pytest
 from choros.bench.allreduce import tables
 from choros.bench.figures import AlphaBeta, Summary, Timing, Trial, format_seconds, ratios, summarise, trial_of
 from choros.bench.overhead import tables as overhead_tables
-from choros.bench.plot import plot_rows, plot_sizes, scaling_title
+from choros.bench.plot import check_files, plot_rows, plot_sizes, scaling_title
 from choros.bench.report import ReportRow, check_writable, compare, plain_text, show, write_json
 from choros.errors import ConfigError
 
@@ -93,9 +93,17 @@ def test_json_is_written_atomically(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_written_are_rejected_at_the_start(tmp_path: Path) -> None:
     check_writable("--json", tmp_path / "new")
+    check_writable("--json", Path("/dev/stdout"))
     for path in (tmp_path, tmp_path / "missing" / "file"):
         with pytest.raises(ConfigError, match="cannot be written"):
             check_writable("--json", path)
+
+
+def test_a_picture_of_a_kind_that_is_not_known(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    check_files(tmp_path / "steps.PNG", None)
+    with pytest.raises(ConfigError, match=r"steps\.foo: the name of a picture ends in one of .*\.png"):
+        check_files(tmp_path / "steps.foo", None)
 
 
 def test_plots(tmp_path: Path) -> None:

@@ -8,13 +8,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from choros.comm import Communicator, Reduction, global_process_set
 from choros.comm.algorithms.tuning import Tuning, autotune
+from choros.comm.algorithms.window import WindowReduction
 from choros.comm.engines.mpi import MpiCommunicator
 from choros.errors import ConfigError
 from choros.topology import shard_range
@@ -59,8 +62,17 @@ def case_shared_memory_and_messages_have_the_same_results() -> None:
                         np.testing.assert_array_equal(got, expected, err_msg=f"{hosts} {items} {dtype} {op}")
 
 
-def case_array_in_shared_memory_is_reduced_in_place() -> None:
+def case_array_in_shared_memory_is_reduced_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduced: list[int] = []
+    allreduce = WindowReduction.allreduce
+
+    def noted(window: WindowReduction, buffer: NDArray[Any], op: Reduction) -> None:
+        reduced.append(buffer.nbytes)
+        allreduce(window, buffer, op)
+
+    monkeypatch.setattr(WindowReduction, "allreduce", noted)
     for hosts in layouts():
+        reduced.clear()
         with on_hosts(*hosts) as communicator:
             array = communicator.empty((40, 30), np.float64)
             for step in range(3):
@@ -70,6 +82,7 @@ def case_array_in_shared_memory_is_reduced_in_place() -> None:
             part = array[10:20]
             part[...] = 1
             communicator.allreduce(part, Reduction.SUM, out=part)
+            assert reduced == ([array.nbytes] * 3 + [part.nbytes] if max(map(hosts.count, hosts)) > 1 else [])
             assert float(array.sum()) == 30 * (30 * ((communicator.size - 1) / 2 + 2) + 10 * communicator.size)
 
 

@@ -202,7 +202,7 @@ def case_init_of_some_ranks_renumbers_them() -> None:
         with pytest.raises(ConfigError, match=r"init\(comm=\[1, 2\]\) was called on rank 0"):
             choros.init(comm=[1, 2])
     else:
-        choros.init(comm=[1, 2])
+        choros.init(comm={1, 2})
         assert topology() == Topology.from_hosts(["here"] * 2, rank - 1, launcher=LAUNCHER)
         assert total() == 1
         second = choros.add_process_set([1])

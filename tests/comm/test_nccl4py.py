@@ -7,16 +7,18 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from choros.comm import Reduction
+from choros.comm import Communicator, Reduction
 from choros.comm.devices import Device
 from choros.comm.engines.local import LocalCommunicator
-from choros.comm.engines.nccl import shares_cards
+from choros.comm.engines.nccl import share_cards
+from choros.comm.engines.threads import run_threads
 from choros.comm.selection import nccl4py_problem
 from choros.errors import EngineError, EngineUnavailable
 from harness import needs
@@ -185,8 +187,16 @@ def test_errors_of_nccl_are_engine_errors(nccl: Recorder, link: Any) -> None:
         module.connect(LocalCommunicator(), Device("cpu"))
 
 
-def test_ranks_share_a_card_from_nccl_2_30_on() -> None:
-    assert [shares_cards(version) for version in ((2, 29, 7), (2, 30), (3, 0, 1))] == [False, True, True]
+def test_ranks_share_a_card_from_nccl_2_30_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    for version in ((2, 30), (3, 0, 1)):
+        run_threads(partial(share_cards, card="GPU-1", version=version), 2)
+
+    def refused(control: Communicator) -> None:
+        with pytest.raises(EngineError, match=r"from version 2\.30 on \(this is 2\.29\.7\)"):
+            share_cards(control, "GPU-1", (2, 29, 7))
+
+    run_threads(refused, 2)
 
 
 def test_why_nccl4py_cannot_be_used_is_one_clause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +207,7 @@ def test_why_nccl4py_cannot_be_used_is_one_clause(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr("ctypes.CDLL", lambda name: None)
     monkeypatch.setitem(sys.modules, "nccl", ModuleType("nccl"))  # a folder of that name
+    monkeypatch.delitem(sys.modules, "nccl.core", raising=False)
     assert nccl4py_problem().startswith("nccl4py cannot be imported (cannot import name 'core'")
     core = SimpleNamespace(get_version=lambda: SimpleNamespace(libnccl=None))
     monkeypatch.setitem(sys.modules, "nccl", SimpleNamespace(core=core))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ def ranks(size: int, launcher: str) -> Topology:
 
 
 ALONE = Topology()
+INTRACOMM = SimpleNamespace(Create_intercomm=None)
 #: ``CHOROS_ENGINE``, the launcher and number of ranks, the argument of ``init``, and the choice.
 CHOICES = {
     "alone": ("", ALONE, None, ("local", "one rank: nothing to move")),
@@ -30,12 +32,12 @@ CHOICES = {
     "mpirun": ("", ranks(4, MPIRUN), None, ("mpi", "Open MPI's mpirun started 4 ranks")),
     "srun": ("", ranks(2, "srun"), None, ("torch", "srun started 2 ranks without MPI")),
     "srun, mpi requested": ("mpi", ranks(2, "srun"), None, ("mpi", "CHOROS_ENGINE=mpi")),
-    "srun, communicator": ("", ranks(2, "srun"), object(), ("mpi", "init() was given an MPI communicator")),
+    "srun, communicator": ("", ranks(2, "srun"), INTRACOMM, ("mpi", "init() was given an MPI communicator")),
     "srun --mpi=pmix": ("", ranks(2, "srun --mpi=pmix"), None, ("mpi", "srun --mpi=pmix started 2 ranks")),
     "torchrun": ("", ranks(2, TORCHRUN), None, ("torch", "torchrun started 2 ranks without MPI")),
     "TF_CONFIG": ("", ranks(3, "TF_CONFIG"), [0, 2], ("torch", "TF_CONFIG started 3 ranks without MPI")),
     "some ranks of mpirun": ("", ranks(4, MPIRUN), [0, 1], ("mpi", "Open MPI's mpirun started 4 ranks")),
-    "communicator": ("", ALONE, object(), ("mpi", "init() was given an MPI communicator")),
+    "communicator": ("", ALONE, INTRACOMM, ("mpi", "init() was given an MPI communicator")),
     "local requested": ("local", ALONE, None, ("local", "CHOROS_ENGINE=local")),
     "mpi requested": ("mpi", ALONE, None, ("mpi", "CHOROS_ENGINE=mpi")),
     "torch requested under mpirun": ("torch", ranks(2, MPIRUN), None, ("torch", "CHOROS_ENGINE=torch")),
@@ -53,8 +55,9 @@ ERRORS = {
     "unknown": ("nccl", ALONE, None, "", ConfigError, "'nccl' is not one of auto, local, mpi, torch, xla"),
     "local for many": ("local", ranks(2, MPIRUN), None, "", ConfigError, "is for one rank, but Open MPI's mpirun"),
     "mpi under torchrun": ("mpi", ranks(2, TORCHRUN), None, "", EngineUnavailable, "with chorosrun -np 2 in place"),
-    "communicator under torchrun": ("", ranks(2, TORCHRUN), object(), "", EngineUnavailable, "mpi engine cannot join"),
-    "communicator for torch": ("torch", ranks(2, MPIRUN), object(), "", ConfigError, "only the mpi engine takes"),
+    "communicator under torchrun": ("", ranks(2, TORCHRUN), INTRACOMM, "", EngineUnavailable, "mpi engine cannot join"),
+    "communicator for torch": ("torch", ranks(2, MPIRUN), INTRACOMM, "", ConfigError, "only the mpi engine takes"),
+    "no ranks": ("", ranks(2, MPIRUN), 3, "", ConfigError, r"init\(comm=3\): expected a list of ranks"),
     "no torch": ("", ranks(2, "TF_CONFIG"), None, "torch", EngineUnavailable, "pip install torch"),
     "no torch under srun": ("", ranks(2, "srun"), None, "torch", EngineUnavailable, "with srun --mpi=pmix"),
     "no torch, requested": ("torch", ranks(2, MPIRUN), None, "torch", EngineUnavailable, "chorosrun -np 2"),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from choros.comm.waiting import LongWait, Schedule, wait_until
+from choros import durations
+from choros.comm.waiting import LongWait, sleep_after, wait_until
 from choros.observe import events
 from choros.observe.events import REPORTS, Kind
 from comm.engines import ON_TORCH
@@ -18,26 +19,30 @@ from harness import CHOROSRUN, Job, case_names, check_case, on
 
 MODULE = "comm.waiting_cases"
 MPI = "comm.mpi_waiting_cases"
-#: Sleeps from the first poll on.
-QUICK = Schedule(spin_seconds=0.0)
+
+
+@pytest.fixture
+def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits sleep from the first poll on."""
+    monkeypatch.setattr(durations, "SPIN", 0.0)
 
 
 def test_sleeps_grow_with_the_time_waited() -> None:
-    schedule = Schedule(shortest_sleep=1.0, longest_sleep=10.0, share=0.5)
-    assert [schedule.sleep_after(waited) for waited in (0, 1, 4, 19, 21, 1000)] == [1, 1, 2, 9.5, 10, 10]
+    waits = [sleep_after(waited, longest=2.0) for waited in (0, 1e-4, 1, 19, 21, 1000)]
+    assert waits == pytest.approx([2e-5, 2e-5, 0.1, 1.9, 2, 2])
 
 
 @pytest.mark.parametrize("polls", [1, 2, 70, 300])
-def test_poll_is_called_until_it_is_true(polls: int) -> None:
+def test_poll_is_called_until_it_is_true(polls: int, sleeping: None) -> None:
     answers = iter([False] * (polls - 1) + [True])
-    wait_until(lambda: next(answers), QUICK)
+    wait_until(lambda: next(answers))
     assert next(answers, None) is None
 
 
-def test_error_of_a_poll_is_raised() -> None:
+def test_error_of_a_poll_is_raised(sleeping: None) -> None:
     answers = iter([False] * 100)
     with pytest.raises(StopIteration):
-        wait_until(lambda: next(answers), QUICK)
+        wait_until(lambda: next(answers))
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -49,7 +54,7 @@ def test_long_yields_show_that_the_core_is_shared(shared: bool, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_a_wait_of_a_second_polls_about_a_thousand_times() -> None:
+def test_a_wait_of_a_second_polls_about_a_thousand_times(sleeping: None) -> None:
     polls = 0
 
     def poll() -> bool:
@@ -58,7 +63,7 @@ def test_a_wait_of_a_second_polls_about_a_thousand_times() -> None:
         return time.monotonic() > end
 
     end = time.monotonic() + 1
-    wait_until(poll, QUICK)
+    wait_until(poll)
     assert polls < 2000
 
 
@@ -133,11 +138,12 @@ def test_interrupted_rank_stops_waiting_and_cannot_communicate(tmp_path: Path) -
     assert "was interrupted on this rank, which cannot communicate any more" in done.stdout
 
 
-def test_a_long_wait_is_reported_at_growing_intervals() -> None:
+def test_a_long_wait_is_reported_at_growing_intervals(monkeypatch: pytest.MonkeyPatch, sleeping: None) -> None:
+    monkeypatch.setattr(durations, "FIRST_REPORT", 0.001)
+    monkeypatch.setattr(durations, "NEXT_REPORT", 0.1)
     received: list[events.Event] = []
     stop = events.listen(received.append, REPORTS)
-    schedule = Schedule(spin_seconds=0.0, report_seconds=0.001, longest_silence=0.1)
-    wait_until(lambda: len(received) > 2, schedule, lambda: LongWait("barrier()", (0, 1)))
+    wait_until(lambda: len(received) > 2, lambda: LongWait("barrier()", (0, 1)))
     stop()
     assert [event.kind for event in received] == [Kind.WAITING] * (len(received) - 1) + [Kind.WAITED]
     assert received[0].details["process_set"] == (0, 1)
@@ -146,7 +152,8 @@ def test_a_long_wait_is_reported_at_growing_intervals() -> None:
     assert waited == sorted(waited)
 
 
-def test_a_wait_that_fails_is_over() -> None:
+def test_a_wait_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durations, "FIRST_REPORT", 0.001)
     received: list[events.Event] = []
     stop = events.listen(received.append, REPORTS)
 
@@ -156,6 +163,6 @@ def test_a_wait_that_fails_is_over() -> None:
         return False
 
     with pytest.raises(KeyboardInterrupt):
-        wait_until(poll, Schedule(report_seconds=0.001), lambda: LongWait("barrier()", (0, 1)))
+        wait_until(poll, lambda: LongWait("barrier()", (0, 1)))
     stop()
     assert [event.kind for event in received] == [Kind.WAITING, Kind.WAITED]

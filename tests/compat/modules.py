@@ -68,6 +68,10 @@ def keras_2_problems() -> Iterator[str]:
     model.compile("sgd", "mse", experimental_run_tf_function=False)
     if not model.optimizer.variables() == model.optimizer.variables == model.optimizer.variables[:]:
         yield "variables() are not those of the optimizer"
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    scaled.build(model.trainable_variables)
+    if scaled.variables() != scaled.variables or len(scaled.variables()) <= len(scaled.inner_optimizer.variables()):
+        yield "variables() of a LossScaleOptimizer are not its own"
     from horovod import tensorflow as hvd
 
     if not (hvd._executing_eagerly() and hvd.util._executing_eagerly()):

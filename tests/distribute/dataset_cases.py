@@ -24,7 +24,6 @@ import choros
 import choros.keras as choros_keras
 from arrays.frameworks import FRAMEWORK, make
 from choros.arrays import adapter_of
-from choros.data import same_rows
 from choros.data.kinds import kind_of
 from choros.distribute import AutoShardPolicy, datasets
 from choros.distribute.datasets import DistributedDataset
@@ -484,7 +483,7 @@ class Drawn(keras.utils.PyDataset):
 
 
 def case_a_py_dataset_in_another_order_on_each_process() -> None:
-    with mock.patch.object(same_rows._log, "warning") as warned:
+    with mock.patch.object(datasets._log, "warning") as warned:
         datasets.distribute(Drawn(np.arange(12)), replicas())
         assert not warned.called
         datasets.distribute(Drawn(np.random.default_rng(choros.rank()).permutation(12)), replicas())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import threading
+import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 from choros import distribute
 from choros.errors import ConfigError, EngineError
+from choros.parameter_server.jobs import JobServer
+from choros.parameter_server.server import Shards
 from choros.settings import current
 from harness import free_port
 
@@ -59,6 +62,24 @@ def train(model, epochs=1):
 def assert_same(model, alone):
     for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def case_a_server_that_learns_of_a_job_after_its_workers():
+    job = JobServer.job
+
+    def late(server, name, kept=None):
+        time.sleep(0.3 if isinstance(kept, Shards) else 0)
+        return job(server, name, kept)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JobServer, "job", late)
+        with cluster_of(1) as strategy:
+            with strategy.scope():
+                model = network("sgd")
+            train(model)
+    alone = network("sgd")
+    train(alone)
+    assert_same(model, alone)
 
 
 def case_fit_then_schedule_then_fit_again_like_one_device():

@@ -894,6 +894,8 @@ def case_collectives_in_replicas():
     rows = np.ones((choros.rank() + 1,), "float32") * choros.rank()
     assert float(here.reduce("MEAN", rows, axis=0)) == pytest.approx(2 / 3)
     assert float(here.reduce("SUM", rows, axis=0)) == 2.0
+    many = keras.ops.ones(1000 * (choros.rank() + 1), "bfloat16")  # which NumPy adds up to 256
+    assert float(here.reduce("MEAN", many, axis=0)) == 1.0
     np.testing.assert_array_equal(here.gather(rows, axis=0), [0.0, 1.0, 1.0])
     columns = np.ones((2, choros.rank() + 1), "float32") * choros.rank()
     np.testing.assert_array_equal(here.gather(columns, axis=1), [[0.0, 1.0, 1.0]] * 2)

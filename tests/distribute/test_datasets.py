@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from choros.data.rows import Part, batch_sizes
+from choros.data.rows import Part
 from choros.distribute import datasets
 from choros.distribute.replicas import Replicas
 from harness import FRAMEWORKS, Job, case_names, check_case, needs, on
@@ -56,9 +56,3 @@ def test_fit_on_local_replicas_gets_the_whole_batch() -> None:
 def test_parts_cover_all_rows_once(rows: int, count: int, local: int) -> None:
     parts = [Part(first, count, local).range(rows) for first in range(0, count, local)]
     assert [row for start, end in parts for row in range(start, end)] == list(range(rows))
-
-
-@pytest.mark.parametrize(("batch", "count"), [(7, 2), (8, 3), (3, 3)])
-def test_batches_of_processes_that_read_independently_add_up_to_global_ones(batch: int, count: int) -> None:
-    sizes = [batch_sizes(batch, index, count) for index in range(count)]
-    assert {sum(step) for step in zip(*sizes, strict=True)} == {sum(each) for each in sizes} == {batch}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from choros.forecast.model import Failures, Setting, best, memory_of, predict, s
 from choros.forecast.workload import Bucket, Workload, expected_maximum, workload_of
 from choros.observe.events import Kind
 from choros.observe.timeline import Record
-from choros.trace.files import to_json
+from choros.trace.files import from_json, to_json
 from choros.trace.trace import Trace, merge
 from launch.launched import rank_script, run
 from observe.timelines import part, record
@@ -89,6 +90,20 @@ def test_buckets_of_the_backward_pass_and_other_collectives() -> None:
 def test_a_timeline_without_steps() -> None:
     with pytest.raises(ConfigError, match="has 0 steps whose gradients"):
         workload_of(merge([part(0, [record(Kind.EPOCH_BEGUN, "", 0, epoch=0)], size=1)]))
+    steps = tuple(each for each in timeline().intervals if each.track != "buckets")  # as with the xla engine
+    with pytest.raises(ConfigError, match="has 0 steps whose gradients"):
+        workload_of(replace(timeline(), intervals=steps))
+
+
+def test_an_epoch_that_was_not_recorded_to_its_end_has_no_number_of_steps() -> None:
+    whole = timeline()
+    assert workload_of(whole).steps_per_epoch == 5
+    records = [
+        record(Kind.EPOCH_BEGUN, "", 0, epoch=0),
+        *(each for n in (1, 2, 3, 4) for each in step(n, 100 * n, 100 * n, 100 * n + 9)),
+    ]
+    cut = merge([part(rank, records) for rank in (0, 1)])
+    assert workload_of(from_json("".join(to_json(cut)))).steps_per_epoch is None
 
 
 def test_the_straggler_is_the_maximum_of_draws() -> None:
@@ -191,6 +206,7 @@ def test_failures() -> None:
     failures = Failures(mtbf_s=1000 * 3600, checkpoint_s=10, restart_s=60)
     assert failures.restarting(1) < failures.restarting(64) < failures.restarting(512)
     assert failures.in_place(512, step_s=1.0) < failures.restarting(512)
+    assert failures.restarting(10**8) == math.inf  # none ever gets through
     # Young's interval is the best one: half or twice of it costs more.
     mean, interval = 1000 * 3600 / 64, (2 * 10 * 1000 * 3600 / 64) ** 0.5
     assert failures.restarting(64) == pytest.approx(

@@ -293,6 +293,10 @@ def case_numbers_and_trees() -> None:
     assert hvd.allgather(rank).tolist() == list(range(size))
     assert hvd.broadcast((rank, 2 * rank), 1) == (1, 2)
     assert hvd.allreduce([]) == []
+    assert hvd.allreduce({"tokens": np.int64(2**30)}, hvd.Max)["tokens"] == 2**30
+    for large in (np.int64(3_000_000_000), np.array([2**40, 1])):  # of which JAX keeps 32 bits
+        with pytest.raises(ConfigError, match="JAX's int32 cannot hold"):
+            hvd.allreduce({"tokens": large}, hvd.Sum)
 
 
 def case_numbers_in_compiled_functions_belong_to_the_program() -> None:

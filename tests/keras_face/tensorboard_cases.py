@@ -10,6 +10,7 @@ import pytest
 
 from choros.errors import ConfigError
 from choros.keras.callbacks import TensorBoard
+from choros.training.first_rank import FirstRankCallback
 from choros.training.tensorboard import stand_in_for
 from event_files import scalars, values
 
@@ -49,6 +50,29 @@ def case_metrics_of_epochs():
     held_out = scalars(only_file(directory / "validation"))
     assert held_out["epoch_mae"] == steps_of(history["val_mae"])
     assert [step for step, _ in held_out["evaluation_loss_vs_iterations"]] == [4, 8]
+
+
+def case_a_rank_that_becomes_the_first_goes_on_counting_batches(monkeypatch):
+    monkeypatch.setattr("choros.training.tensorboard.is_initialized", lambda: True)
+    monkeypatch.setattr("choros.training.tensorboard.is_first", lambda: callback._batches > 2)
+    callback = TensorBoard(update_freq="batch")
+    directory, _ = written(callback)
+    assert [step for step, _ in scalars(only_file(directory / "train"))["batch_loss"]] == [3, 4, 5, 6, 7, 8]
+
+
+def case_a_callback_of_the_first_rank_knows_the_model_only_there(monkeypatch):
+    given = []
+
+    class Writer(keras.callbacks.Callback):
+        def set_model(self, model):
+            given.append(model)
+            super().set_model(model)
+
+    for is_first in (False, True):
+        monkeypatch.setattr("choros.training.first_rank.is_first", lambda is_first=is_first: is_first)
+        model = network()
+        model.fit(X, Y, verbose=0, callbacks=[FirstRankCallback(Writer())])
+        assert given == ([model] if is_first else [])
 
 
 def case_metrics_of_batches():

@@ -392,7 +392,7 @@ def case_shard_of_pandas_counts_rows_by_position():
 def case_shard_of_invalid_data_is_an_error():
     with pytest.raises(ValueError, match="lengths"):
         hvd.shard((np.zeros(3), np.zeros(4)))
-    with pytest.raises(ValueError, match="at least"):
+    with pytest.raises(ValueError, match="a batch size of 2 or more"):
         hvd.shard(np.zeros(3), batch_size=1)
     with pytest.raises(ValueError, match="PyDataset's batches have 16 examples"):
         hvd.shard(Batches(UNEVEN), batch_size=BATCH * 2)

@@ -111,13 +111,14 @@ def test_a_rank_that_raises(tmp_path):
         "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
         "ready()\n"
         "if rank == 1:\n"
-        "    time.sleep(0.5)\n"
+        f"    while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
         "    raise ValueError('on purpose')\n"
         "time.sleep(60)\n",
     )
     with Running("-np", "3", "--output-dir", tmp_path / "logs", PYTHON, script) as job:
         job.wait_for(3, "ready")
         assert len(job.processes()) >= 3
+        (tmp_path / "go").touch()
         ended = job.end()
         assert ended.seconds < 30  # five to stop the others, who would sleep for a minute
         job.assert_nothing_left()
@@ -224,7 +225,7 @@ def test_invalid_arguments(arguments, code, message):
 def test_a_script_instead_of_a_command(tmp_path):
     (tmp_path / "train.py").touch()
     ended = run("./train.py", cwd=tmp_path)
-    assert ended.code == 127
+    assert ended.code == 126
     assert "chorosrun … python ./train.py" in ended.err
 
 
@@ -312,13 +313,13 @@ def test_no_zombies_and_no_busy_waiting(tmp_path):
         assert len(ours) == 3
         wrappers = ours[1:]
         assert [process.memory_full_info().uss < 15_000_000 for process in wrappers] == [True, True]
-        before = sum(sum(process.cpu_times()[:2]) for process in ours)
+        began, before = time.monotonic(), sum(sum(process.cpu_times()[:2]) for process in ours)
         switches = [process.num_ctx_switches().voluntary for process in wrappers]
         time.sleep(2)
         if sys.platform == "linux":  # only to look at the ranks' steps; the last line may still be on its way
             now = [process.num_ctx_switches().voluntary for process in wrappers]
-            looks = 2 / (durations.PROGRESS.seconds * float(os.environ[durations.TEST_SCALE]))
+            looks = (time.monotonic() - began) / (durations.PROGRESS.seconds * float(os.environ[durations.TEST_SCALE]))
             assert max(later - earlier for later, earlier in zip(now, switches, strict=True)) <= looks + 1
-        assert sum(sum(process.cpu_times()[:2]) for process in ours) - before < 0.2
+        assert sum(sum(process.cpu_times()[:2]) for process in ours) - before < 0.1 * (time.monotonic() - began)
         job.signal(signal.SIGTERM)
         assert job.end().code == 143

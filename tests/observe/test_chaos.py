@@ -36,6 +36,7 @@ def test_random_kills_are_in_the_first_hundred_steps_if_none_are_given():
         ("kill:rank=1", "'kill:rank=1' is no fault."),
         ("kill:rank=1@step=2+5s", "a stop, and no kill, has a time."),
         ("stop:rank=1@step=2", "a stop, and no kill, has a time."),
+        ("stop:rank=1@step=2+0s", "a stop, and no kill, has a time."),
         ("kill:rank=4@step=2", "rank 4, step 2: the job has ranks 0 to 3."),
         ("kill:rank=1@step=0", "rank 1, step 0:"),
         ("random-kills=3@step=9", "'random-kills=3@step=9' is no fault."),

@@ -179,7 +179,7 @@ def test_steps_buckets_and_moments() -> None:
         Interval(0, BUCKETS, "bucket 0", 2 * MS, 3 * MS, {}),
         Interval(0, STEPS, "step 1", MS, 4 * MS, {"examples": 4}),
         Interval(0, STEPS, "step 3", 7 * MS, 8 * MS, {}),
-        Interval(0, "epochs", "epoch 0 of model", 0, 8 * MS, {}),
+        Interval(0, "epochs", "epoch 0 of model", 0, 8 * MS, {"unfinished": True}),
     )
     assert trace.marks == (Mark(0, "checkpoint: model.keras", 5 * MS),)
     check(json.loads("".join(to_json(trace))))

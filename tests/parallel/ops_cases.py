@@ -75,6 +75,12 @@ def case_results_for_numbers_are_numbers() -> None:
     assert ops.allreduce([1, choros.rank()], Reduction.SUM).tolist() == [2, 1]
 
 
+def case_values_of_an_iterator() -> None:
+    for call in CALLS:
+        (total,) = call(lambda x: ops.grouped_allreduce((each for each in [x]), Reduction.SUM))(own_array())
+        check(total, values(0) + values(1))
+
+
 def case_values_are_scaled_before_and_after() -> None:
     for call in CALLS:
         for dtype in (FLOAT32, BFLOAT16):

@@ -383,6 +383,13 @@ def rows(indices: Sequence[int], value: float, *, width: int = 2, index_dtype: s
     return SparseRows(np.array(indices, index_dtype), values, shape=(9, width))
 
 
+def test_rows_of_a_narrow_dtype_are_added_in_a_wider_one() -> None:
+    values = np.ones((1000, 1), BFLOAT16)
+    merged = SparseRows(np.zeros(1000, np.int64), values, shape=(9, 1)).merged()
+    assert merged.values.dtype == BFLOAT16
+    assert merged.values.tolist() == [[1000.0]]
+
+
 @pytest.mark.parametrize("bucket_bytes", [None, 8])
 def test_rows_are_gathered_in_rank_order_and_weighted_like_dense_gradients(bucket_bytes: int | None) -> None:
     """Rank 0 has 3 of 4 examples; two sparse gradients of different dtypes beside two dense ones."""

@@ -178,6 +178,7 @@ def test_the_command_makes_the_page_again(tmp_path, capsys):
         ('{"format": 2}', "is a record of format 2; this choros reads format 1."),
         ('{"format": 1, "began": NaN}', "is no record of a job: ValueError: NaN is no number"),
         ('{"format": 1, "began": 0, "ranks": []}', "is no record of a job: AttributeError"),
+        ("[" * 100_000, "is no record of a job: RecursionError"),
         (None, "cannot be read: No such file or directory. Give the FILE.json that chorosrun --report"),
     ],
 )
@@ -195,6 +196,43 @@ def test_lists_of_different_lengths(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="rank 0 has lists of different lengths"):
         read_record(tmp_path / "run.json")
+
+
+def test_a_goodput_of_which_parts_are_missing(tmp_path):
+    record = record_of(1).to_json() | {"goodput": {}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="is no record of a job: KeyError: 'seconds'"):
+        read_record(tmp_path / "run.json")
+
+
+def test_a_page_in_the_place_of_the_record(tmp_path, capsys):
+    file = written(tmp_path / "run.json", record_of(1))
+    link = tmp_path / "link.html"
+    link.symlink_to(file)
+    for page in (file, tmp_path / "." / "run.json", link):
+        assert main("report", file, "-o", page) == 2
+        assert "is the record itself, and would be lost" in capsys.readouterr().err
+    read_record(file)
+
+
+def test_two_jobs_of_one_name(tmp_path, capsys):
+    files = [tmp_path / name / "run.json" for name in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        written(file, record_of(1))
+    assert main("report", "--compare", *files) == 0
+    heading = capsys.readouterr().out.splitlines()[0]
+    assert heading.split() == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run"), "difference"]
+
+
+def test_a_loop_whose_batches_have_no_number_of_examples():
+    record = record_of(2)
+    for rank in record.ranks.values():
+        rank.moments = type(rank.moments)()
+        for second in (1, 30, 59):
+            made = progress(0, 10 * second)
+            rank.moments.note(replace(made, examples=float(made.steps)), BEGAN + second)
+    assert str(numbers_of(read(record))["examples/s"]) == "–"
 
 
 def test_a_page_that_cannot_be_written(tmp_path, capsys):

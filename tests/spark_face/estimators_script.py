@@ -22,6 +22,7 @@ def with_keras(df, x, y, store):
     """The weights of the estimator's model and of plain Keras, the losses, and the predictions of both."""
     import keras
 
+    from choros.keras.callbacks import LearningRateScheduleCallback
     from choros.spark.keras import KerasEstimator
 
     def built():
@@ -33,7 +34,7 @@ def with_keras(df, x, y, store):
     given = {"feature_cols": ["features"], "label_cols": ["label"], "batch_size": BATCH, "epochs": EPOCHS, "verbose": 0}
     estimator = KerasEstimator(
         num_proc=RANKS, store=store, model=built(), optimizer=keras.optimizers.SGD(0.05), loss=loss,
-        metrics=["accuracy"], shuffle=False, **given,
+        metrics=["accuracy"], shuffle=False, callbacks=[LearningRateScheduleCallback(0.05)], use_gpu=False, **given,
     )  # fmt: skip
     trained = estimator.fit(df).setOutputCols(["probabilities"])
     plain = built()
@@ -111,8 +112,12 @@ def keras_with_two_outputs(session, x, y, store):
             inputs, [keras.layers.Dense(10, activation="softmax")(hidden), keras.layers.Dense(1)(hidden)]
         )
 
+    class Squares(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
     df, total, weight, held = two_outputs(session, x, y)
-    terms = {"loss": ["sparse_categorical_crossentropy", "mse"], "loss_weights": [1.0, 0.01]}
+    terms = {"loss": ["sparse_categorical_crossentropy", Squares()], "loss_weights": [1.0, 0.01]}
     trained = KerasEstimator(
         num_proc=RANKS, store=store, model=built(), optimizer=keras.optimizers.SGD(0.02), **terms, shuffle=False,
         feature_cols=["features"], label_cols=["label", "total"], sample_weight_col="weight", validation="held",

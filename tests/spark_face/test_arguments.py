@@ -31,6 +31,8 @@ def test_a_store_is_a_directory_of_the_driver(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert Store.create("work/").prefix_path == os.path.join(tmp_path, "work")
     assert Store.create("s3a://bucket/work/").prefix_path == "s3a://bucket/work"
+    assert Store.create("dbfs:/ml/work/").prefix_path == "/dbfs/ml/work"  # where Databricks mounts it
+    assert Store.create("hdfs:/work").prefix_path == "hdfs:/work"
 
 
 @pytest.mark.parametrize(("env", "seen"), [({}, "2,0"), ({"CUDA_VISIBLE_DEVICES": ""}, "")])

@@ -554,6 +554,7 @@ def case_invalid_arguments() -> None:
         "Average or Sum": {"op": hvd.Max},
         "groups=-1": {"groups": -1},
         "does not train": {"groups": [[torch.zeros(1)]]},
+        "twice": {"groups": [[*model.parameters()], [*model.parameters()][:1]]},
     }.items():
         with pytest.raises(ConfigError, match=text):
             hvd.DistributedOptimizer(SGD(model.parameters()), **arguments)
@@ -706,6 +707,26 @@ def case_parameters_in_every_form() -> None:
     for wrong in (build(), torch.ones(2), "weights", 3):
         with pytest.raises(ValueError, match=r"takes model\.state_dict\(\)"):
             hvd.broadcast_parameters(wrong, root_rank=0)
+    for wrong in ([build().state_dict(), build().state_dict()], {"model": build().state_dict(), "epoch": 3}):
+        with pytest.raises(ValueError, match=r"state_dict\(\) of one model"):
+            hvd.broadcast_parameters(wrong, root_rank=0)
+
+
+def case_parameters_of_two_models_with_equal_names() -> None:
+    one, other = build(seed=hvd.rank()), build(seed=hvd.rank() + 7)
+    hvd.broadcast_parameters([*one.named_parameters(), *other.named_parameters()], root_rank=1)
+    assert_same(one, build(seed=1), tolerance=0)
+    assert_same(other, build(seed=8), tolerance=0)
+
+
+def case_collectives_in_place_of_tensors_of_the_inference_mode() -> None:
+    with torch.inference_mode():
+        rank = torch.full((3,), hvd.rank())
+        hvd.synchronize(hvd.broadcast_async_(rank, 1))
+        assert rank.tolist() == [1, 1, 1]
+        total = torch.ones(2, dtype=torch.int32)
+        hvd.synchronize(hvd.grouped_allreduce_async_([total, rank], op=hvd.Sum))
+        assert (total.tolist(), rank.tolist()) == ([hvd.size()] * 2, [hvd.size()] * 3)
 
 
 def words(batch: int, rank: int, rows: int = 4) -> torch.Tensor:

@@ -56,6 +56,15 @@ def test_a_rank_that_sends_nothing_any_more_makes_no_steps():
     assert [rank.steps_per_second for rank in view_of(record, BEGAN + 30).ranks] == [10.0, 0.0]
 
 
+def test_a_loop_whose_batches_have_no_number_of_examples():
+    record = record_of(*range(1, 30))
+    for rank in record["ranks"].values():
+        rank["examples"] = list(map(float, rank["steps"]))
+    view = view_of(record, BEGAN + 30)
+    assert (view.steps_per_second, view.examples_per_second) == (10.0, 0.0)
+    assert "examples/s" not in table(view).splitlines()[1]
+
+
 def test_ranks_that_have_not_begun():
     view = view_of(record_of(), BEGAN + 1)
     assert view.steps_per_second == 0.0

@@ -30,6 +30,11 @@ class TorchArrays(DeviceArrayAdapter):
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def to_host(self, array: Any) -> HostArray:
         """Shares memory with a contiguous CPU tensor. NumPy has no bfloat16: its bits are passed as int16."""
+        if array.layout is not torch.strided:
+            raise ConfigError(
+                f"a tensor of {array.layout} cannot be communicated like this: make it dense, with to_dense(). Only "
+                "allreduce takes sparse ones."
+            )
         tensor = array.detach().cpu().resolve_conj().resolve_neg().contiguous()
         if tensor.dtype == torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(_BFLOAT16)  # type: ignore[no-any-return]
@@ -98,7 +103,8 @@ class TorchArrays(DeviceArrayAdapter):
         return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
     def spec(self, array: Any) -> ArraySpec:
-        return ArraySpec(tuple(array.shape), self.to_host(array[:0] if array.ndim else array).dtype)
+        part = array[:0] if array.ndim and array.layout is torch.strided else array
+        return ArraySpec(tuple(array.shape), self.to_host(part).dtype)
 
     def rows_of(self, array: Any) -> tuple[Any, Any, Any] | None:
         """Of sparse COO tensors. Indices are numbers of rows, or one row of indices for each element or block."""

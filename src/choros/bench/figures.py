@@ -118,12 +118,19 @@ def fit(ranks: int, sizes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta
     """
     if ranks < 2 or len(sizes) < 2:
         return None
+    return AlphaBeta(ranks, *nearest([_coefficients(ranks, size) for size in sizes], seconds))
+
+
+def nearest(coefficients: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, float]:
+    """Returns α and β, neither negative, for which the sums of their products with each row of ``coefficients`` are
+    nearest to ``seconds``, by least squares of *relative* errors.
+    """
     times = np.asarray(seconds, np.float64)
-    matrix = np.array([_coefficients(ranks, size) for size in sizes]) / times[:, None]
+    matrix = np.array(coefficients) / times[:, None]
     solution = np.linalg.lstsq(matrix, np.ones(len(times)), rcond=None)[0]  # as NumPy 2 does without it
     if solution.min() < 0:  # fit one alone: β, unless only α is positive
         kept = 0 if solution[0] > 0 else 1
         column = matrix[:, kept]
         solution = np.zeros(2)
         solution[kept] = column.sum() / (column @ column)
-    return AlphaBeta(ranks, float(solution[0]), float(solution[1]))
+    return float(solution[0]), float(solution[1])

@@ -102,7 +102,7 @@ def table(rows: Sequence[MemoryRow]) -> Table:
     """Returns the table of all frameworks, with their ratios as notes."""
     groups = grouped(rows, lambda row: row.framework)
     title = f"memory of a rank, {format_ranks(rows[0].ranks)}, {rows[0].parameters / 1e6:.3g} million parameters, Adam"
-    notes = [f"{label}: {_sentence(found)}" for label, group in groups if (found := ratios(group))]
+    notes = [f"{label}: {_sentence(found, rows[0].ranks)}" for label, group in groups if (found := ratios(group))]
     notes.append(
         "before: after imports, init and the fit of a tiny model; peak: after training; training: their difference."
     )
@@ -110,13 +110,10 @@ def table(rows: Sequence[MemoryRow]) -> Table:
     return Table(title, columns, [(label, [_cells(row) for row in group]) for label, group in groups], notes)
 
 
-def _sentence(found: tuple[float, float]) -> str:
+def _sentence(found: tuple[float, float], ranks: int) -> str:
     training, all_of_it = found
-    verdict = "within" if training <= BOUND else "above"
-    return (
-        f"with shard_state {training:.3f} of the memory of training, {verdict} the bound of {BOUND:.2f} for 2 ranks; "
-        f"{all_of_it:.3f} of the whole process"
-    )
+    verdict = f", {'within' if training <= BOUND else 'above'} the bound of {BOUND:.2f}" if ranks == 2 else ""
+    return f"with shard_state {training:.3f} of the memory of training{verdict}; {all_of_it:.3f} of the whole process"
 
 
 def _cells(row: MemoryRow) -> list[str]:

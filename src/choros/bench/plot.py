@@ -8,6 +8,7 @@ from choros.bench.cases import format_bytes
 from choros.bench.contender import CHOROS
 from choros.bench.figures import AlphaBeta, fit, format_ranks
 from choros.bench.report import ReportRow, check_writable
+from choros.durable import unfinished
 from choros.errors import ConfigError
 
 
@@ -18,9 +19,12 @@ def check_files(plot: Path | None, json_file: Path | None) -> None:
     if plot is None:
         return
     try:
-        import matplotlib  # noqa: F401
+        figure, _ = new_figure()
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install 'choros[bench]'") from error
+    endings = sorted(figure.canvas.get_supported_filetypes())
+    if plot.suffix.lower().removeprefix(".") not in endings:
+        raise ConfigError(f"--plot {plot}: the name of a picture ends in one of .{', .'.join(endings)}.")
 
 
 def fits(rows: Sequence[ReportRow]) -> list[AlphaBeta]:
@@ -63,7 +67,13 @@ def plot_sizes(rows: Sequence[ReportRow], path: Path, cores: int) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure, in the format that the name's ending says."""
+    with unfinished(path) as name:
+        figure.savefig(name, dpi=150)
 
 
 def plot_rows(sections: Sequence[tuple[str, Sequence[ReportRow]]], path: Path, title: str) -> None:
@@ -77,9 +87,9 @@ def plot_rows(sections: Sequence[tuple[str, Sequence[ReportRow]]], path: Path, t
         labels += [f"{row.peer}, {format_ranks(row.ranks)}" for row in rows]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    axes.set(title=title, xlabel="milliseconds per step: best round (bar), median (mark)")
+    axes.set(title=title, xlabel="milliseconds: best round (bar), median (mark)")
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _series(rows: Sequence[ReportRow], peer: str) -> list[tuple[int, list[int], list[float]]]:

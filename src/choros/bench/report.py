@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from choros.bench.contender import CHOROS
 from choros.bench.figures import Summary, format_seconds, ratios
-from choros.durable import unfinished
+from choros.durable import is_special, unfinished
 from choros.errors import ConfigError
 from choros.frameworks import is_installed
 from choros.observe.verdict import aligned
@@ -140,5 +140,5 @@ def write_json(path: Path | None, value: Mapping[str, Any]) -> None:
 
 def check_writable(option: str, path: Path | None) -> None:
     """Raises a ``ConfigError`` if ``path`` cannot be written: before the measurements rather than after them."""
-    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+    if path is not None and (path.is_dir() or not os.access(path if is_special(path) else path.parent, os.W_OK)):
         raise ConfigError(f"{option} {path}: cannot be written. Give a file in an existing, writable directory.")

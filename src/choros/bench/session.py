@@ -126,9 +126,9 @@ class BenchSession:
         if self.rounds < ENOUGH_ROUNDS:
             click.echo(f"--rounds {self.rounds}: too few for a comparison; use {ENOUGH_ROUNDS} or more.")
         click.echo(f"machine: {machine_text(self.machine)}")
+        write_json(self._json, {"machine": self.machine, "rows": [row.as_json() for row in self.rows]})
         if self._plot is not None and self.rows:
             plot(self._plot)
-        write_json(self._json, {"machine": self.machine, "rows": [row.as_json() for row in self.rows]})
         return 0 if any(row.peer == CHOROS for row in self.rows) else 1
 
 

@@ -351,6 +351,8 @@ def _end(job: _JobState) -> None:
 
 def _start_engine(config: Config, position: Topology, comm: Any) -> tuple[Communicator, Topology, Callable[[], None]]:
     """Starts the engine for this job, which is imported only now that it is chosen."""
+    if isinstance(comm, Iterable) and not isinstance(comm, Sequence):  # a set of ranks, or a NumPy array
+        comm = [int(rank) for rank in comm]
     name, reason = select(config, position, comm)
     if position.rank == 0:
         _log.info("engine %s: %s", name, reason)

@@ -25,7 +25,7 @@ from choros.comm.request import (
     is_served,
     mismatch_text,
 )
-from choros.comm.waiting import Reporter, Schedule
+from choros.comm.waiting import Reporter, sleep_after
 from choros.comm.work import Gathered, WorkQueue
 from choros.errors import ChorosError, EngineError, MismatchError, PeerLostError
 from choros.observe import events
@@ -45,8 +45,6 @@ UNKNOWN, LEARNS, KNOWN = range(3)
 KEPT_STEPS = 64
 
 _ADMISSION = Request("admission")
-#: When ranks that have asked for different collectives tell each other again what they wait for.
-_ROUNDS = Schedule(longest_sleep=10e-3)
 
 
 class Offer(NamedTuple):
@@ -351,7 +349,7 @@ class Members(Primitives):
                         return
                     if all(offer.complete for offer in offers):
                         raise self.mismatch(request)
-                self._section.give_up(self._section.version, _ROUNDS.sleep_after(reporter.check()))
+                self._section.give_up(self._section.version, sleep_after(reporter.check(), longest=10e-3))
 
     def _control_message(self, request: Request, header: NDArray[np.int64]) -> Gathered:
         """Gathers both numbers of the ranks' headers, once all ranks are here."""

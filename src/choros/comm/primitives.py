@@ -125,9 +125,11 @@ class Primitives(ABC):
     def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
         """Overwrites ``buffer`` with the root's."""
 
-    @abstractmethod
     def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
         """Reduces ``buffer`` and returns this rank's part, ``counts[i]`` items for rank ``i``."""
+        self._allreduce(buffer, op)
+        start = sum(counts[: self.rank])
+        return buffer[start : start + counts[self.rank]]
 
     def _reducescatter_into(self, out: Array, own: Array, buffer: Array, counts: Sequence[int], op: Reduction) -> None:
         """``_reducescatter`` of a ``buffer`` from ``_allocate`` that lacks this rank's part, ``own``, into ``out``."""
@@ -154,6 +156,5 @@ class Primitives(ABC):
     def _split(self, ranks: Sequence[int]) -> Self | None:
         """The communicator of the members ``ranks``; called by all members."""
 
-    @abstractmethod
-    def _close(self) -> None:
+    def _close(self) -> None:  # noqa: B027  (some have none)
         """Releases the engine's resources; called by all members."""

@@ -153,7 +153,7 @@ def _merge_here(recording: PartWriter) -> None:
         return
     try:
         merge_parts(recording.file)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         _log.warning("the timeline %s cannot be written: %s.", recording.file, error)
 
 

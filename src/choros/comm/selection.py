@@ -22,6 +22,8 @@ def select(
     """
     size, launcher = topology.size, topology.launcher
     has_mpi_communicator = comm is not None and not isinstance(comm, Sequence)
+    if has_mpi_communicator and not hasattr(comm, "Create_intercomm"):  # as an Intracomm has
+        raise ConfigError(f"init(comm={comm!r}): expected a list of ranks, or an Intracomm of mpi4py's.")
     if config.engine != "auto":
         engine, reason = config.engine, f"CHOROS_ENGINE={config.engine}"
     elif size == 1 and comm in (None, [0]) and not config.elastic:  # else others may join the job

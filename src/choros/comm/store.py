@@ -182,7 +182,7 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types h
     def get(self, key: str) -> bytes:
         """Returns a value; waits until it is set."""
         self.wait([key])
-        return self._values([key])[0] or b""
+        return self.get_all([key])[0] or b""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits until all values are set, or raises an ``EngineUnavailable`` after ``timeout``."""
@@ -195,27 +195,21 @@ class RendezvousStore(dist.Store):  # type: ignore[misc]  # torch has no types h
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all are set; a ``PeerLostError`` if not, and a rank has ended, for which all others would wait."""
-        return None not in self._values(keys)
-
-    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Returns values, ``None`` for those that are not set, without waiting for them."""
-        values: list[bytes | None] = self._ask("get", list(keys))[0]
-        return values
-
-    def _values(self, keys: Sequence[str]) -> list[bytes | None]:
-        values: list[bytes | None]
         values, gone = self._ask("get", list(keys))
         if gone and None in values:
             ranks = [int(name.removeprefix("rank ")) for name in gone]
             raise PeerLostError(
                 f"{' and '.join(gone)} ended before all ranks had connected: see what it printed.", ranks=ranks
             )
-        return values
+        return None not in values
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Returns values, ``None`` for those that are not set, without waiting for them."""
+        return list(self._ask("get", list(keys))[0])
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a number; returns the sum."""
-        total: int = self._ask("add", key, amount)
-        return total
+        return int(self._ask("add", key, amount))
 
     def delete_key(self, key: str) -> bool:
         """Deletes a value; returns whether there was one."""

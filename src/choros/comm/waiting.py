@@ -14,7 +14,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import final
@@ -33,30 +32,13 @@ _failed: list[Callable[[], bool]] = []
 _AGREEMENTS = 100
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """When a rank that waits polls again; a sleep is a ``share`` of the time waited before it. A wait is reported after
-    ``report_seconds``, then after half as much again, at least every ``longest_silence`` seconds.
+def sleep_after(waited: float, longest: float = 1e-3) -> float:
+    """How many seconds to sleep once the spin is over and ``waited`` seconds have passed.
+
+    >>> [sleep_after(waited) for waited in (0.0, 0.005, 10.0)]
+    [2e-05, 0.0005, 0.001]
     """
-
-    spin_seconds: float = 200e-6
-    shortest_sleep: float = 20e-6
-    longest_sleep: float = 1e-3
-    share: float = 0.1
-    report_seconds: float = durations.FIRST_REPORT
-    longest_silence: float = durations.NEXT_REPORT
-
-    def sleep_after(self, waited: float) -> float:
-        """How many seconds to sleep once the spin is over and ``waited`` seconds have passed.
-
-        >>> [Schedule().sleep_after(waited) for waited in (0.0, 0.005, 10.0)]
-        [2e-05, 0.0005, 0.001]
-        """
-        return min(self.longest_sleep, max(self.shortest_sleep, waited * self.share))
-
-
-#: The schedule of all engines.
-WAITING = Schedule()
+    return min(longest, max(durations.POLL, 0.1 * waited))
 
 
 @final
@@ -81,14 +63,11 @@ class LongWait:
 class Reporter:
     """Reports a wait, which begins now, when it becomes long; the ``transfer`` of messages is no wait for others."""
 
-    def __init__(
-        self, describe: Callable[[], LongWait] | None, schedule: Schedule = WAITING, transfer: float = 0.0
-    ) -> None:
+    def __init__(self, describe: Callable[[], LongWait] | None, transfer: float = 0.0) -> None:
         self._describe = describe
         self._transfer = transfer
-        self._schedule = schedule
         self._begin = time.perf_counter()
-        self._due = schedule.report_seconds
+        self._due = float(durations.FIRST_REPORT)
         self._wait: LongWait | None = None
 
     def __enter__(self) -> Reporter:
@@ -100,7 +79,7 @@ class Reporter:
         if waited >= self._due and self._describe is not None:
             self._wait = self._wait or self._describe()
             self._wait.report(waited)
-            self._due = min(1.5 * waited, waited + self._schedule.longest_silence)
+            self._due = min(1.5 * waited, waited + durations.NEXT_REPORT)
         return waited
 
     def __exit__(self, *_: object) -> None:
@@ -109,9 +88,7 @@ class Reporter:
             self._wait.end()
 
 
-def wait_until(
-    poll: Callable[[], bool], schedule: Schedule = WAITING, describe: Callable[[], LongWait] | None = None
-) -> bool:
+def wait_until(poll: Callable[[], bool], describe: Callable[[], LongWait] | None = None) -> bool:
     """Waits for ``poll``, which is cheap; returns whether others were seen to use the core (not in short waits).
 
     >>> polls = iter([False, False, True])
@@ -124,16 +101,16 @@ def wait_until(
                 return False
         core_is_shared = False
         begin = now = time.perf_counter()
-        while now - begin < schedule.spin_seconds and not core_is_shared:
+        while now - begin < durations.SPIN and not core_is_shared:
             before = now
             os.sched_yield()
             now = time.perf_counter()
             core_is_shared = now - before > durations.SLEEPY
             if poll():
                 return core_is_shared
-        with Reporter(describe, schedule) as reporter:
+        with Reporter(describe) as reporter:
             while not poll():
-                time.sleep(schedule.sleep_after(reporter.check()))
+                time.sleep(sleep_after(reporter.check()))
         return core_is_shared
     except BaseException:
         _failed.append(poll)

@@ -9,7 +9,6 @@ from choros.data.data_kind import DataKind, LocalBatches
 from choros.data.epochs import EpochData, IndexedData, StreamData
 from choros.data.rows import Part, Sharding, count_rows, example_indices, note_rows
 from choros.errors import ConfigError
-from choros.topology import shard_range
 
 
 @final
@@ -24,10 +23,9 @@ class GrainKind(DataKind):
             if batch_size is None:
                 start, end = part.range(len(data))
                 return data[start:end]
-            full_start, full_end = shard_range(batch_size, part.first, part.count)
-            indices = example_indices(len(data), batch_size, part.first, part.count)
-            own = grain.MapDataset.source(indices).map(lambda index: data[int(index)])
-            return own.batch(full_end - full_start)
+            start, end = part.range(batch_size)
+            indices = example_indices(len(data), batch_size, part)
+            return grain.MapDataset.source(indices).map(lambda index: data[int(index)]).batch(end - start)
         if batch_size is None:
             raise ConfigError("a grain.IterDataset is sharded batch by batch: pass shard(…, batch_size=…).")
         return _split(data.batch(batch_size), part).filter(lambda rows: count_rows(rows) > 0)

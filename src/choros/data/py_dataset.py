@@ -15,7 +15,6 @@ from choros.data.plan import ShardBatches
 from choros.data.rows import (
     Part,
     Sharding,
-    check_batch_size,
     check_global_batch,
     count_rows,
     cut,
@@ -100,7 +99,7 @@ class PartsDataset(keras.utils.PyDataset):
 
 def array_epochs(data: Any, batch_size: int, sharding: Sharding) -> IndexedData:
     """Returns the epochs of arrays in memory: arrays of one length, or tuples, lists and dicts of them."""
-    check_batch_size(batch_size, sharding.part.count)
+    check_global_batch(batch_size, sharding.part.count)
     # Of pandas' objects, indices are labels.
     data = map_structure(lambda leaf: leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf, data)
     n = count_rows(data)

@@ -188,40 +188,6 @@ def shuffled_batch(position: int, number: int, seed: int, epoch: int) -> int:
     return position if position == number - 1 else int(order_of(number - 1, seed, epoch)[position])
 
 
-def check_batch_size(batch_size: int, size: int) -> None:
-    """Raises a ``ConfigError`` if ``batch_size`` examples cannot be sharded over ``size`` ranks."""
-    if batch_size < size:
-        raise ConfigError(
-            f"batch_size={batch_size} is the number of examples of all {size} ranks together: it must be at least "
-            f"{size}, one for each."
-        )
-
-
-def batch_ranges(n: int, batch_size: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """Returns the ranges ``(start, end)`` of ``rank``'s examples of ``n``, for each global batch in which it has any.
-
-    >>> batch_ranges(10, 4, rank=1, size=2)
-    [(2, 4), (6, 8), (9, 10)]
-    """
-    check_batch_size(batch_size, size)
-    ranges = []
-    for first in range(0, n, batch_size):
-        start, end = shard_range(min(batch_size, n - first), rank, size)
-        if end > start:
-            ranges.append((first + start, first + end))
-    return ranges
-
-
-def batch_sizes(global_batch: int, process: int, processes: int) -> list[int]:
-    """Returns the batch sizes, repeated cyclically, of a process's own data: one global batch a step together.
-
-    >>> batch_sizes(7, 0, 2), batch_sizes(7, 1, 2)
-    ([4, 3], [3, 4])
-    """
-    ranges = [shard_range(global_batch, (process + step) % processes, processes) for step in range(processes)]
-    return [end - start for start, end in ranges]
-
-
 def batch_counts(n: int, batch_size: int) -> tuple[int, int, int]:
     """Returns the number of batches of ``n`` examples, the rows of a full one, and of the last one.
 
@@ -231,11 +197,13 @@ def batch_counts(n: int, batch_size: int) -> tuple[int, int, int]:
     return -(-n // batch_size), min(batch_size, n), (n - 1) % batch_size + 1
 
 
-def example_indices(n: int, batch_size: int, rank: int, size: int) -> NDArray[np.int64]:
-    """Returns the indices of the examples of ``batch_ranges``, in order.
+def example_indices(n: int, batch_size: int, part: Part) -> NDArray[np.int64]:
+    """Returns the indices of a process's examples of ``n``, in order.
 
-    >>> example_indices(10, 4, rank=1, size=2).tolist()
+    >>> example_indices(10, 4, Part(first=1, count=2)).tolist()
     [2, 3, 6, 7, 9]
     """
-    ranges = batch_ranges(n, batch_size, rank, size)
-    return np.concatenate([np.arange(start, end) for start, end in ranges] or [np.empty(0, np.int64)])
+    check_global_batch(batch_size, part.count)
+    full, last = np.split(np.arange(n), [n - n % batch_size])
+    start, end = part.range(batch_size)
+    return np.concatenate([full.reshape(-1, batch_size)[:, start:end].ravel(), part.of(last)])

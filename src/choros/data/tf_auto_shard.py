@@ -11,7 +11,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from choros.comm import Reduction, global_process_set
-from choros.data.rows import batch_sizes, check_global_batch
+from choros.data.rows import check_global_batch
 from choros.errors import ConfigError
 from choros.parallel import ops
 
@@ -40,7 +40,7 @@ def policy_of(dataset: Any, processes: int, global_batch: int) -> Any:
 
 def own_files(dataset: Any, policy: Any, process: int, processes: int, global_batch: int) -> Any:
     """Returns the data set that this process reads under ``OFF``, ``FILE`` or ``HINT``, in batches of its share."""
-    from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset
+    from tensorflow.python.data.experimental.ops.distribute import _AutoShardDataset, batch_sizes_for_worker
 
     if global_batch < 0:
         raise ConfigError(
@@ -55,7 +55,7 @@ def own_files(dataset: Any, policy: Any, process: int, processes: int, global_ba
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = policy
         own = _AutoShardDataset(dataset.with_options(options), processes, process)
-    return own.rebatch(batch_sizes(global_batch, process, processes))
+    return own.rebatch(batch_sizes_for_worker(global_batch, processes, 1, process))
 
 
 def chain(dataset: Any) -> Iterator[Any]:

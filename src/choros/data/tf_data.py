@@ -366,7 +366,10 @@ class _SeedOrder:
 
 def array_slices(data: Any, seed: int | None) -> Any:
     """Returns arrays' rows as a ``tf.data.Dataset``, in a new order each time by ``seed``; not in an elastic job."""
-    arrays = _tuples(map_structure(tf.convert_to_tensor, data))
+    import keras
+
+    # TensorFlow makes one array of a list.
+    arrays = keras.tree.lists_to_tuples(map_structure(tf.convert_to_tensor, data))
     if seed is None:
         return tf.data.Dataset.from_tensor_slices(arrays)
     if global_process_set.communicator.elastic:
@@ -377,13 +380,6 @@ def array_slices(data: Any, seed: int | None) -> Any:
         return tf.data.Dataset.from_tensor_slices(tf.nest.map_structure(lambda array: tf.gather(array, order), arrays))
 
     return _made_anew(lambda: order_of(number, seed, next(iterations)), [number], rows, number)
-
-
-def _tuples(data: Any) -> Any:
-    """Lists as tuples: TensorFlow makes one array of a list."""
-    if isinstance(data, (list, tuple)):
-        return tuple(map(_tuples, data))
-    return {name: _tuples(value) for name, value in data.items()} if isinstance(data, dict) else data
 
 
 KIND = TfDataKind()

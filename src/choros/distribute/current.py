@@ -28,9 +28,7 @@ class DefaultStrategy(Strategy):
         super().__init__(ProcessReplicas(alone=True), training=None)
 
 
-@functools.cache
-def _default_strategy() -> Strategy:
-    return DefaultStrategy()
+_default_strategy = functools.cache(DefaultStrategy)
 
 
 def get_strategy() -> Strategy:
@@ -88,11 +86,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         True
         >>> distribute.experimental_set_strategy(None)
     """
-    if scope.thread.place not in (scope.OUTSIDE, _lasting.place):
+    if scope.here.place not in (scope.OUTSIDE, _lasting.place):
         raise StrategyError(
             "experimental_set_strategy was called inside a strategy's scope: call it outside of all `with` blocks."
         )
     _lasting.scope.close()
     if strategy is not None:
         _lasting.scope.enter_context(strategy.scope())
-        _lasting.place = scope.thread.place
+        _lasting.place = scope.here.place

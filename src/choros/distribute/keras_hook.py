@@ -32,10 +32,11 @@ from types import FrameType
 from typing import Any
 
 from choros.distribute.fit.training import KerasCall, Training
-from choros.distribute.scope import assign_strategy, current_strategy, doing, in_fit, in_replica, strategy_of, thread
+from choros.distribute.scope import assign_strategy, current_strategy, in_fit, in_replica, strategy_of
 from choros.errors import StrategyError
 from choros.training.replaced import replaced
 from choros.training.tf_context import as_one_replica
+from choros.training.thread import doing, thread
 
 _TRAINING_METHODS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _lock = threading.Lock()
@@ -58,7 +59,7 @@ def patch_keras(strategy: Any, *, in_run: bool = False) -> Iterator[None]:
             for kind, name, wrapped in _patches():
                 own = vars(kind)[name]
                 _restoring.callback(setattr, kind, name, own)
-                setattr(kind, name, wrapped(own))
+                setattr(kind, name, functools.wraps(own)(wrapped(own)))
     try:
         training.follow_seeds()
         yield
@@ -84,7 +85,6 @@ def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     loss_scale_optimizer = keras.optimizers.LossScaleOptimizer
     patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (AnyVariable, "__init__", _notifying(lambda training: training.variable_created)),
-        (AnyVariable, "__init__", _outside_of_graphs),
         (AnyVariable, "assign", _adopting),
         (Trainer, "__init__", _notifying(lambda training: training.model_created)),
         (BaseOptimizer, "__init__", _notifying(lambda training: training.optimizer_created)),
@@ -101,7 +101,9 @@ def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (loss_scale_optimizer, "apply", _distributing),
         (loss_scale_optimizer, "stateless_apply", _distributing),
     ]
-    if keras.backend.backend() != "tensorflow":  # where Keras does it, for a strategy that TensorFlow knows
+    if keras.backend.backend() == "tensorflow":
+        patches.append((AnyVariable, "__init__", _outside_of_graphs))
+    else:  # on TensorFlow Keras does it, for a strategy that TensorFlow knows
         patches += scales_of_losses(_over_replicas(operator.truediv), _over_replicas(operator.mul))
     if sys.modules.get("tensorflow") is not None:
         import tensorflow as tf
@@ -119,7 +121,6 @@ def _notifying(hook: Callable[[Training], Callable[[Any], None]] | None = None) 
     import keras
 
     def wrapper(own: Any) -> Any:
-        @functools.wraps(own)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             own(self, *args, **kwargs)
             strategy = current_strategy()
@@ -138,7 +139,6 @@ def _notifying(hook: Callable[[Training], Callable[[Any], None]] | None = None) 
 
 
 def _notifying_of_weights(own: Any) -> Any:
-    @functools.wraps(own)
     def add_weight(self: Any, *args: Any, **kwargs: Any) -> Any:
         weight = own(self, *args, **kwargs)
         strategy = current_strategy()
@@ -153,7 +153,6 @@ def _within(block: Callable[[], AbstractContextManager[None]]) -> Callable[[Any]
     """Returns a wrapper of a method, which runs within the block."""
 
     def wrapper(own: Any) -> Any:
-        @functools.wraps(own)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             with block():
                 return own(self, *args, **kwargs)
@@ -167,7 +166,6 @@ def _over_replicas(scale: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
     """Returns a wrapper that scales a loss by the number of replicas, whose gradients ``run`` adds."""
 
     def wrapper(own: Any) -> Any:
-        @functools.wraps(own)
         def function(*args: Any) -> Any:
             loss, strategy = own(*args), current_strategy()
             if not in_replica() or not strategy.training.follows_run or strategy.num_replicas_in_sync == 1:
@@ -183,7 +181,6 @@ def _synchronizing(own: Any) -> Any:
     """Wraps the ``__init__`` of batch normalisation; Keras refuses ``synchronized=True`` but on TensorFlow."""
     from choros.training.normalization import synchronize
 
-    @functools.wraps(own)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         strategy = current_strategy()
         if strategy is None or strategy.training is None or not kwargs.get("synchronized"):
@@ -199,13 +196,8 @@ def _synchronizing(own: Any) -> Any:
 
 def _outside_of_graphs(own: Any) -> Any:
     """Creates variables outside of the graph that a ``tf.function`` traces, so that the hook sees their values."""
-    import keras
-
-    if keras.backend.backend() != "tensorflow":
-        return own
     import tensorflow as tf
 
-    @functools.wraps(own)
     def init(self: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
         in_graph = not tf.executing_eagerly() and not in_fit() and not tf.is_symbolic_tensor(initializer)
         with doing("creating_keras_variable"), tf.init_scope() if in_graph else nullcontext():
@@ -223,7 +215,6 @@ def _distributing(own: Any) -> Any:
     """Wraps ``apply``: in a replica, an optimizer that was created outside of all scopes becomes the strategy's."""
     from choros.training.distributed_optimizer import reducer_of
 
-    @functools.wraps(own)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_of_no_scope(self) and not thread.applying_optimizer and not reducer_of(self):
             strategy = current_strategy()
@@ -240,7 +231,6 @@ def _adopting(own: Any) -> Any:
     """Wraps ``assign``: in a replica, a metric that was created outside of all scopes becomes the strategy's."""
     from choros.training.keras_internals.models import in_stateless_scope
 
-    @functools.wraps(own)
     def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_of_no_scope(self) and self.synchronization == "on_read" and not in_stateless_scope():
             _adopt(self, current_strategy())
@@ -328,7 +318,6 @@ def _replace_tensorboard(call: KerasCall) -> KerasCall:
 
 
 def _checking_scope(own: Any) -> Any:
-    @functools.wraps(own)
     def checked_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = current_strategy()
         if strategy is not None and strategy_of(self) is not strategy:

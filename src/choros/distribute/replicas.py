@@ -27,6 +27,7 @@ from choros.distribute.torch_objects import synchronized_torch_objects
 from choros.distribute.types import ReduceOp, of_first
 from choros.errors import ConfigError
 from choros.parallel import ops
+from choros.parallel.compression.compressor import is_floating
 from choros.parallel.objects import allgather_object
 from choros.parallel.random_streams import tensorflow_numbers_of
 from choros.parallel.structure import leaves, map_structure
@@ -226,7 +227,8 @@ class ProcessReplicas(Replicas):
 
         def on_host(hosts: Sequence[Any]) -> Sequence[Any]:
             (host,) = hosts
-            total, count = host.sum(axis=axes), np.asarray(math.prod(host.shape[each] for each in axes))
+            wide = np.result_type(host.dtype, np.float32) if is_floating(host.dtype) else None
+            total, count = host.sum(axis=axes, dtype=wide), np.asarray(math.prod(host.shape[each] for each in axes))
             if self.count > 1:
                 communicator = global_process_set.communicator
                 total, count = communicator.grouped_allreduce([total, count], Reduction.SUM, name="reduce")

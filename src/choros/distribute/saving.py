@@ -24,12 +24,13 @@ from collections.abc import Callable
 from typing import Any
 
 from choros.comm import global_process_set
-from choros.distribute.scope import doing, enter_fit, in_fit, strategy_of, thread
+from choros.distribute.scope import enter_fit, in_fit, strategy_of
 from choros.errors import StrategyError
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.parallel.objects import allgather_object
 from choros.training.files import complete, complete_files, decide_writers
+from choros.training.thread import doing, thread
 
 #: How many objects deep the model of a checkpoint is searched: CheckpointManager → Checkpoint → model.
 _DEPTH = 2

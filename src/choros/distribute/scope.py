@@ -36,29 +36,11 @@ class Place:
 OUTSIDE = Place()
 
 
-class _Thread(threading.local):
-    """Where this thread is, and what it does there, by ``doing``: what others must do or leave out meanwhile."""
-
+class _Here(threading.local):
     place = OUTSIDE
-    writing_files = False  # for other processes, so that it must not communicate
-    applying_optimizer = False  # which may contain other optimizers
-    creating_keras_variable = False  # which has hooks of its own, by TensorFlow's
-    creating_metric_variable = False
-    using_own_copy = False  # reads and assigns this process's copy of variables
 
 
-thread = _Thread()
-
-
-@contextmanager
-def doing(what: str) -> Iterator[None]:
-    """The block in which this thread does what the attribute of ``thread`` says."""
-    outer = getattr(thread, what)
-    setattr(thread, what, True)
-    try:
-        yield
-    finally:
-        setattr(thread, what, outer)
+here = _Here()
 
 
 @contextmanager
@@ -67,7 +49,7 @@ def enter_scope(strategy: Any, replica: Any = None) -> Iterator[None]:
     if replica is None and strategy.is_default:
         yield
         return
-    outer = thread.place
+    outer = here.place
     if outer.strategy is not None and outer.strategy is not strategy:
         raise StrategyError(
             f"a {type(strategy).__name__} was used inside the scope of another strategy, "
@@ -84,29 +66,29 @@ def enter_fit() -> Iterator[None]:
     if not has_strategy():
         yield
         return
-    with _entered(Place(thread.place.strategy, fit=True), as_one_replica()):
+    with _entered(Place(here.place.strategy, fit=True), as_one_replica()):
         yield
 
 
 @contextmanager
 def _entered(place: Place, in_tensorflow: AbstractContextManager[None]) -> Iterator[None]:
     is_one = place.strategy.num_replicas_in_sync == 1  # TensorFlow's default
-    outer, thread.place = thread.place, place
+    outer, here.place = here.place, place
     try:
         with nullcontext() if is_one else in_tensorflow:
             yield
     finally:
-        thread.place = outer
+        here.place = outer
 
 
 def current_strategy() -> Any:
     """Returns the strategy whose scope, replica or ``fit`` is active; ``None`` outside of all."""
-    return thread.place.strategy
+    return here.place.strategy
 
 
 def current_replica() -> Any:
     """Returns the context of the current replica; ``None`` in cross-replica context and outside of scopes."""
-    return thread.place.replica
+    return here.place.replica
 
 
 def has_strategy() -> bool:
@@ -117,7 +99,7 @@ def has_strategy() -> bool:
         >>> distribute.has_strategy()
         False
     """
-    strategy = thread.place.strategy
+    strategy = here.place.strategy
     return strategy is not None and not strategy.is_default
 
 
@@ -130,17 +112,17 @@ def in_cross_replica_context() -> bool:
         ...     distribute.in_cross_replica_context()
         True
     """
-    return thread.place.strategy is not None and thread.place.replica is None
+    return here.place.strategy is not None and here.place.replica is None
 
 
 def in_replica() -> bool:
     """Whether the program is in a replica of a strategy other than the default one."""
-    return thread.place.replica is not None and not thread.place.strategy.is_default
+    return here.place.replica is not None and not here.place.strategy.is_default
 
 
 def in_fit() -> bool:
     """Whether a strategy's ``fit``, ``evaluate`` or ``predict`` is active, without a replica inside it."""
-    return thread.place.fit
+    return here.place.fit
 
 
 _ATTRIBUTE = "_choros_strategy"

@@ -34,11 +34,12 @@ import numpy as np
 
 from choros.arrays import adapter_of
 from choros.comm import Reduction, global_process_set
-from choros.distribute.scope import doing, in_fit, in_replica, thread
+from choros.distribute.scope import in_fit, in_replica
 from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.identical import are_identical
-from choros.training.variables import aggregate, builds_slices
+from choros.training.thread import doing, thread
+from choros.training.variables import aggregate
 
 #: The ``on_read`` variables by their ``id``, in the order of their creation: variables compare by value.
 _read_together: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -66,7 +67,7 @@ def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     # A checkpoint creates its counter when it is first saved, which only one process may do.
     if thread.creating_keras_variable or in_fit() or thread.writing_files or kwargs.get("name") == "save_counter":
         return next_creator(**kwargs)
-    if builds_slices():  # they are different on each process
+    if thread.building_slices:  # they are different on each process
         return next_creator(**kwargs)
     initial = kwargs.get("initial_value")
     if not tf.executing_eagerly() and not callable(initial):
@@ -300,9 +301,7 @@ def _written(variable: Any, value: Any) -> Any:
         step = _step_of_fit() if _is_of_keras(variable) and in_fit() else None
         if step is None:
             return value
-    from choros.training.distributed_optimizer import in_apply  # loads Keras
-
-    if thread.using_own_copy or in_apply():
+    if thread.using_own_copy or thread.applying_updates:
         return value
     kind = _kind(variable)
     if kind == "none":

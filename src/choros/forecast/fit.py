@@ -4,9 +4,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from choros.bench.contender import CHOROS
+from choros.bench.figures import nearest
 from choros.errors import ConfigError
 from choros.forecast.costs import Machines, allreduce_s, control_s
 from choros.forecast.links import Link, parse_link
@@ -20,7 +19,9 @@ def link_of(option: str, text: str) -> Link:
         rows = json.loads(Path(text).read_bytes())["rows"]
         chosen = [row for row in rows if (row["bench"], row["peer"]) == ("allreduce", CHOROS) and row["ranks"] > 1]
         most = max((row["ranks"] for row in chosen), default=0)
-        points = [(row["bytes"], row["median_s"]) for row in chosen if row["ranks"] == most]
+        points = [(int(row["bytes"]), float(row["median_s"])) for row in chosen if row["ranks"] == most]
+        if any(number <= 0 for point in points for number in point):
+            raise ValueError("a size or a time is not above 0")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{option} {text}: it is no file of choros bench allreduce --json: {error!r}.") from error
     link = fit_link(text, most, [size for size, _ in points], [seconds for _, seconds in points])
@@ -49,9 +50,8 @@ def fit_link(name: str, ranks: int, sizes: Sequence[int], seconds: Sequence[floa
         [control_s(ranks, latency) + allreduce_s(ranks, size, latency), allreduce_s(ranks, size, byte)]
         for size in sizes
     ]
-    times = np.asarray(seconds, np.float64)
-    alpha, beta = np.linalg.lstsq(np.array(rows) / times[:, None], np.ones(len(times)), rcond=None)[0]
+    alpha, beta = nearest(rows, seconds)
     if beta <= 0:
         return None
-    text = f"{name}: fitted to {ranks} ranks: α = {max(alpha, 0) * 1e6:.3g} µs, β = {beta * 1e9:.3g} ns a byte"
-    return Link(text, float(max(alpha, 0)), float(1 / beta))
+    text = f"{name}: fitted to {ranks} ranks: α = {alpha * 1e6:.3g} µs, β = {beta * 1e9:.3g} ns a byte"
+    return Link(text, alpha, 1 / beta)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from choros.errors import ConfigError
 
 #: Larger messages begin with a request and an answer: Open MPI's eager limit on TCP.
-EAGER_BYTES = 64 << 10
+_EAGER_BYTES = 64 << 10
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s|ps)?", re.IGNORECASE)
@@ -15,8 +15,7 @@ _LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs|ns)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Link:
-    """A full-duplex link of each host, or rank, to all others; ``name``: where its figures are from; ``eager_bytes``:
-    the largest message that is sent without asking.
+    """A full-duplex link of each host, or rank, to all others; ``name``: where its figures are from.
 
     >>> link = Link("slow", latency_s=0.001, bytes_per_s=1e6)
     >>> round(link.message(1000), 6), round(link.message(1_000_000), 6)
@@ -26,11 +25,10 @@ class Link:
     name: str
     latency_s: float
     bytes_per_s: float
-    eager_bytes: int = EAGER_BYTES
 
     def message(self, nbytes: float) -> float:
         """The seconds from the call to the arrival: a large message waits for the receiver's answer."""
-        return (3 if nbytes > self.eager_bytes else 1) * self.latency_s + nbytes / self.bytes_per_s
+        return (3 if nbytes > _EAGER_BYTES else 1) * self.latency_s + nbytes / self.bytes_per_s
 
 
 #: What programs get of the links that are rented: of Ethernet 94%, as TCP's and its own headers take the rest.
@@ -51,7 +49,7 @@ def parse_link(option: str, text: str) -> Link:
     """Returns the link that ``text`` describes: BANDWIDTH,LATENCY or the name of a profile.
 
     >>> parse_link("--net", "10Gbit,20us")
-    Link(name='10Gbit,20us', latency_s=2e-05, bytes_per_s=1250000000.0, eager_bytes=65536)
+    Link(name='10Gbit,20us', latency_s=2e-05, bytes_per_s=1250000000.0)
     >>> parse_link("--net", "infiniband").latency_s
     2e-06
     """

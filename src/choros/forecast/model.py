@@ -85,7 +85,10 @@ class Failures:
         """
         mean = self.mtbf_s / ranks
         interval = math.sqrt(2 * self.checkpoint_s * mean)
-        return mean * math.exp(self.restart_s / mean) * math.expm1((interval + self.checkpoint_s) / mean) / interval
+        try:
+            return mean * math.exp(self.restart_s / mean) * math.expm1((interval + self.checkpoint_s) / mean) / interval
+        except OverflowError:  # it never ends
+            return math.inf
 
     def in_place(self, ranks: int, step_s: float) -> float:
         """By what it grows if the ranks that are left make the step again."""

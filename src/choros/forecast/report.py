@@ -1,5 +1,6 @@
 """What ``choros forecast`` prints, writes and draws."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -8,7 +9,7 @@ from typing import Any
 
 from choros.bench.cases import format_bytes
 from choros.bench.figures import format_ranks, format_seconds
-from choros.bench.plot import new_figure
+from choros.bench.plot import new_figure, save
 from choros.bench.report import Table, grouped
 from choros.forecast.costs import Machines
 from choros.forecast.model import Failures, Forecast, best
@@ -28,10 +29,12 @@ class Outlook:
 
     def as_json(self) -> dict[str, Any]:
         """Returns all of it, with the best setting of each number of ranks."""
+        rows = [self._row(each) for each in self.forecasts]
+        finite = [{name: None if each == math.inf else each for name, each in row.items()} for row in rows]
         return {
             "workload": asdict(self.workload),
             "machines": asdict(self.machines),
-            "forecasts": [self._row(each) for each in self.forecasts],
+            "forecasts": finite,
             "best": {str(each.ranks): each.setting for each in self.best()},
         }
 
@@ -118,4 +121,4 @@ def plot(outlook: Outlook, path: Path) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    save(figure, path)

@@ -7,6 +7,7 @@ rank 1   ───── compute ────┤ bucket 0 ┤ bucket 1 ┤──
 """
 
 import itertools
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def workload_of(trace: Trace) -> Workload:
     steps = {rank.rank: _steps(trace, rank.rank) for rank in trace.ranks}
     known = [step for each in steps.values() for step in each]
     most = max((len(step.calls) for step in known), default=0)
-    complete = [step for step in known if len(step.calls) == most]
+    complete = [step for step in known if most and len(step.calls) == most]
     if len(complete) < 2:
         raise ConfigError(
             f"the timeline has {len(complete)} steps whose gradients were reduced in calls with bytes, after the "
@@ -119,8 +120,14 @@ def _steps(trace: Trace, rank: int) -> list[_RankStep]:
     steps = sorted((each for each in of_rank if each.track == STEPS), key=lambda each: each.began)
     buckets = sorted((each for each in of_rank if each.track == BUCKETS), key=lambda each: each.began)
     calls = sorted((call for call in trace.calls if call.rank == rank), key=lambda call: call.begun)
+    began, begun = [each.began for each in buckets], [call.begun for call in calls]
     return [
-        _step(before.ended, step, [each for each in buckets if step.began <= each.began < step.ended], calls)
+        _step(
+            before.ended,
+            step,
+            buckets[bisect_left(began, step.began) : bisect_left(began, step.ended)],
+            calls[bisect_left(begun, before.ended) : bisect_left(begun, step.ended)],
+        )
         for before, step in itertools.pairwise(steps)
         if step.details.get("examples") and not step.details.get("joined")
     ]
@@ -170,6 +177,6 @@ def _steps_per_epoch(trace: Trace) -> int | None:
             if each.track == STEPS and each.rank == epoch.rank
         )
         for epoch in trace.intervals
-        if epoch.track == EPOCHS
+        if epoch.track == EPOCHS and not epoch.details.get("unfinished")
     ]
     return max(counts, default=0) or None

@@ -139,7 +139,7 @@ def alltoall(
     Returns:
         The received rows; with ``splits`` a pair of these and the number of rows from each rank.
     """
-    return ops.alltoall(jnp.asarray(array), splits, name=name, process_set=process_set)
+    return ops.alltoall(_array_of(array), splits, name=name, process_set=process_set)
 
 
 @documented()
@@ -213,7 +213,19 @@ def _of_tree(collective: Callable[[Sequence[Any]], Sequence[Any]], tree: Any) ->
     """Applies ``collective`` to leaves as arrays: a number's would run while JAX traces, not equally often on ranks."""
     refuse_slices(tree, "a collective")
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(collective([jnp.asarray(leaf) for leaf in leaves]))
+    return structure.unflatten(collective([*map(_array_of, leaves)]))
+
+
+def _array_of(leaf: Any) -> Any:
+    """``leaf`` as JAX has it, which cuts the integers of NumPy to 32 bits without a word."""
+    array = jnp.asarray(leaf)
+    is_cut = isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "iu" and array.dtype != leaf.dtype
+    if is_cut and (np.asarray(array) != leaf).any():
+        raise ConfigError(
+            f"an array of {leaf.dtype} has numbers that JAX's {array.dtype} cannot hold: set jax_enable_x64, or give "
+            "floating-point numbers."
+        )
+    return array
 
 
 def _is_key(leaf: Any) -> bool:

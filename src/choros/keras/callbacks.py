@@ -52,7 +52,8 @@ class LearningRateScheduleCallback(EpochCallback):
 
     Args:
         initial_lr: the rate that is multiplied; ``None`` for the optimizer's rate when training begins.
-        multiplier: a number, or a function of the epoch; the epoch is a fraction if ``staircase`` is false.
+        multiplier: a number, a factor in all of these epochs, or a function of the epoch, a fraction if ``staircase``
+            is false.
         start_epoch: the first epoch, counted from 0, in which the rate is set.
         end_epoch: the first epoch after it in which the rate is not set; ``None`` for no end.
         staircase: whether to set the rate once per epoch, instead of before every batch.

@@ -5,7 +5,7 @@ from typing import Any
 
 from choros.comm import global_process_set, topology
 from choros.data.kinds import are_arrays, kind_of, shard_of
-from choros.data.rows import Part, Sharding, check_batch_size
+from choros.data.rows import Part, Sharding, check_global_batch
 from choros.errors import ConfigError
 from choros.training.keras_internals.fit import hand_over_arrays
 
@@ -56,7 +56,7 @@ def shard(
     here = topology("shard()")
     hand_over_arrays()
     if batch_size is not None:
-        check_batch_size(batch_size, here.size)
+        check_global_batch(batch_size, here.size)
     if batch_size is not None and are_arrays(data) and {"keras_hub", "tensorflow"} <= sys.modules.keys():
         from choros.data.tf_data import array_slices  # KerasHub's models prepare data sets of TensorFlow and Grain only
 

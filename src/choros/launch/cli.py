@@ -75,7 +75,7 @@ def _launch(command: tuple[str, ...], arguments: Arguments) -> int:
         problem = missing_command(command[0])
         if problem is not None:
             _say(problem)
-            return 127
+            return 126 if Path(command[0]).exists() else 127
     with _writing(arguments) as write:
         colour = use_colour(os.environ, os.isatty(1) and os.isatty(2))
         output = output_of(job, arguments, partial(write, 1), partial(write, 2), colour=colour)
@@ -170,14 +170,8 @@ def version_text(mpirun: Mpirun | str) -> str:
     """Returns the versions of choros, mpirun and mpi4py; ``mpirun`` is an error message if none was found."""
     mpi = mpirun if isinstance(mpirun, str) else f"{mpirun.version} ({mpirun.path})"
     python = ".".join(map(str, sys.version_info[:3]))
-    return "\n".join(
-        [
-            f"choros {version_of('choros')}".rstrip(),
-            f"mpi4py {version_of('mpi4py')}",
-            f"mpirun: {mpi}",
-            f"Python {python}",
-        ]
-    )
+    choros = f"choros {version_of('choros')}".rstrip()
+    return f"{choros}\nmpi4py {version_of('mpi4py')}\nmpirun: {mpi}\nPython {python}"
 
 
 def main(arguments: Sequence[str] | None = None, *, abbreviations: bool = False) -> NoReturn:

@@ -33,7 +33,7 @@ _EXIT_CODES = (
     ),
     ("75", "an elastic job was asked to end, and all ranks have ended with 0; schedulers may start it again"),
     ("124", "the job ran longer than --timeout"),
-    ("127", "COMMAND was not found"),
+    ("126, 127", "COMMAND is not executable, was not found"),
     ("130, 143", "ended by Ctrl-C, by SIGTERM"),
 )
 _SIGNALS = (

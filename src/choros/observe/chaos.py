@@ -53,7 +53,7 @@ def parse_faults(text: str, size: int) -> tuple[Fault, ...]:
     seed = 0
     for part in (part.strip() for part in text.split(",")):
         if match := _FAULT.fullmatch(part):
-            if (match["kind"] == "stop") != (match["seconds"] is not None):
+            if (match["kind"] == "stop") != (float(match["seconds"] or 0) > 0):
                 raise ConfigError(f"--chaos {text!r}: {part!r}: a stop, and no kill, has a time. {_GRAMMAR}")
             faults.append(Fault(int(match["step"]), int(match["rank"]), float(match["seconds"] or 0)))
         elif match := _RANDOM.fullmatch(part):

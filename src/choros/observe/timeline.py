@@ -201,7 +201,7 @@ def read_part(content: bytes) -> TimelinePart:
     for line in lines:
         try:
             kind, name, ended, thread, details = json.loads(line)
-        except ValueError:  # incomplete
+        except (ValueError, TypeError):  # incomplete
             continue
         if kind in RECORDED:
             records.append(Record(Kind(kind), name, ended, thread, details))

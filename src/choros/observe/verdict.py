@@ -95,18 +95,31 @@ def verdict_of(progress: Sequence[RankProgress]) -> Verdict | None:
     >>> verdict_of(ranks).bottleneck
     Bottleneck(cause='input', ranks=(1,), share=0.5, gain=2.0)
     """
-    most = max((each.steps for each in progress), default=0)
-    members = [each for each in progress if 2 * each.steps > most]  # not those that were lost, or came late
+    members = members_of(progress)
+    most = max((each.steps for each in members), default=0)
     if most < FEWEST_STEPS or fmean(each.seconds for each in members) < FEWEST_SECONDS:
         return None
-    step = fmean(each.seconds / each.steps for each in members)
-    shares = {name: fmean(_mean(each, name) for each in members) / step for name in PARTS}
-    examples = sum(each.examples / each.seconds for each in members)
-    if all(each.examples == each.steps for each in members):  # a loop in which the number of rows is not known
-        examples = 0.0
+    step, examples, shares = means_of(members)
     candidates = [*_parts(members, step), *_small_batches(members, step)]
     found = max((each for each in candidates if each.gain >= _LEAST_GAIN), key=lambda each: each.gain, default=None)
     return Verdict(len(progress), most, step, examples, shares, found)
+
+
+def members_of(progress: Sequence[RankProgress]) -> list[RankProgress]:
+    """The ranks that made at least half of the steps, not those that were lost, or came late."""
+    most = max((each.steps for each in progress), default=0)
+    return [each for each in progress if 2 * each.steps > most]
+
+
+def means_of(members: Sequence[RankProgress]) -> tuple[float, float, Mapping[str, float]]:
+    """The seconds of a mean step, the examples/s of all ``members``, 0 if they are not known, and what the ``PARTS``
+    are of a step.
+    """
+    step = fmean(each.seconds / each.steps for each in members)
+    examples = sum(each.examples / each.seconds for each in members)
+    if all(each.examples == each.steps for each in members):  # a loop in which the number of rows is not known
+        examples = 0.0
+    return step, examples, {name: fmean(_mean(each, name) for each in members) / step for name in PARTS}
 
 
 def _mean(done: RankProgress, part: str) -> float:

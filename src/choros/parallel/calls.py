@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypedDict, final
 
 import numpy as np
@@ -118,6 +119,11 @@ class CollectiveCall:
         """Returns the arrays, or this rank's rows of them, reduced by the collective, in the dtype of the compression;
         those that engines reduce with the same operation are sent together.
         """
+        communicator = self.communicator
+        # What is divided before it is sent is divided anew if a rank is lost.
+        return communicator.atomic(partial(self._reduce, hosts)) if communicator.elastic else self._reduce(hosts)
+
+    def _reduce(self, hosts: Sequence[Array]) -> list[Array]:
         plans = [self._plan(host.dtype) for host in hosts]
         results = list(hosts)
         for op in dict.fromkeys(call.op for call, _ in plans):

@@ -15,7 +15,7 @@ The backward pass is a collective, too: all ranks must compute the gradient, or 
 minima, maxima, products and Adasum is not the derivative; a reducescatter with them has none in either convention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -65,8 +65,9 @@ def grouped_allreduce(
     return _reduce_values(CollectiveCall("grouped_allreduce", op, **options), values)
 
 
-def _reduce_values(call: CollectiveCall, values: Sequence[Any]) -> list[Any]:
+def _reduce_values(call: CollectiveCall, given: Iterable[Any]) -> list[Any]:
     """``call`` with values of any frameworks, dense or sparse; the average of Python integers is a float."""
+    values = list(given)
     results = list(values)
     dense = []
     for index, value in enumerate(values):
@@ -401,7 +402,7 @@ def _converted(value: Any, like: Any) -> Any:
 def root_index(root_rank: int, process_set: ProcessSet) -> int:
     """The number of a rank of the job within the process set."""
     if root_rank not in process_set.communicator.ranks:
-        raise ConfigError(f"root_rank={root_rank} is not one of the participating ranks {process_set.ranks}.")
+        raise ConfigError(f"root_rank={root_rank!r} is not one of the participating ranks {process_set.ranks}.")
     return process_set.communicator.ranks.index(root_rank)
 
 

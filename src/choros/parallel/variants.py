@@ -168,6 +168,8 @@ def _variant(
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         arguments = dict(call.arguments)
+        if "tensors" in arguments:  # it may be an iterator, and is read more than once
+            arguments["tensors"] = list(arguments["tensors"])
         if arguments.get("average") is not None:
             # Now, because the warning points at the caller, who is not on another thread's stack.
             arguments["op"] = op_of(arguments["average"], arguments["op"])

@@ -47,7 +47,10 @@ class Chief:
         self._cluster = cluster
         self._start = StartJob(secrets.token_hex(8), _pickled(partition))
         self.objects = ScopeObjects()
-        self.session = ServerSession(self.objects, cluster.servers(self._start.job), partition)
+        servers = cluster.servers(self._start.job)
+        # A server that has replied knows the job; a worker that is told of it before may be there first.
+        servers.request("pull", dict.fromkeys(range(len(servers)), (0, False)))
+        self.session = ServerSession(self.objects, servers, partition)
         self._queue = ClosureQueue(Clocks(max_staleness), cluster.start_seconds)
         self._reports: list[Report] = []
         self._definitions = Definitions(self.session, self._reference)

@@ -103,15 +103,9 @@ class Servers:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The addresses of a job's processes, and the role of this process.
-
-    ::
-
-        chief ────► worker 0, 1, …      connects when they listen, and again when one was restarted
-          │             │
-          └─────────────┴───► ps 0, 1, …
-
-    Nothing listens at the chief's address, which is optional; roles also include ``evaluator``.
+    """The addresses of a job's processes, and the role of this process. The chief connects to the workers, again to one
+    that was restarted, and it and they to the servers. Nothing listens at the chief's address, which is optional; roles
+    also include ``evaluator``.
     """
 
     workers: tuple[str, ...]

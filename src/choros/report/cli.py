@@ -35,7 +35,9 @@ def report(files: tuple[Path, ...], compare: bool, output: Path | None) -> int:
     jobs = [read_record(file) for file in files]
     names = [file.stem for file in files]
     page = files[0].with_name("-".join(names) + ".html") if output is None else output
-    if page in files:
+    if len(set(names)) < len(names):
+        names = [str(file.with_suffix("")) for file in files]
+    if page.exists() and any(page.samefile(file) for file in files):
         raise ConfigError(f"{page} is the record itself, and would be lost: name another file with -o FILE.html.")
     if compare:
         rows = differences(jobs[0], jobs[1])

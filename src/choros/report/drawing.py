@@ -170,10 +170,10 @@ def _rows(top: float, number: Text) -> str:
 
 def _times(end: float) -> str:
     """The numbers of the axis of time, all in one unit."""
-    size = 3600 if end >= 7200 else 60 if end >= 120 else 1
+    size, unit = (3600, "h") if end >= 7200 else (60, "min") if end >= 120 else (1, "s")
     places = ticks((end or 1.0) / size)
     return "".join(
-        _text(_across(each * size, end), _BOTTOM + 18, seconds_text(each * size), "middle") for each in places
+        _text(_across(each * size, end), _BOTTOM + 18, f"{each:g} {unit}" if each else "0", "middle") for each in places
     )
 
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import fmean
 
-from choros.observe.verdict import number_text, percent_text
+from choros.observe.verdict import means_of, members_of, number_text, percent_text
 from choros.report.drawing import bytes_text, seconds_text
 from choros.report.figures import PARTS
 from choros.report.record import WrittenRecord
@@ -28,23 +27,18 @@ class Number:
 
 def numbers_of(record: WrittenRecord) -> Mapping[str, Number]:
     """The main numbers, by name: means over the ranks that made at least half of the steps, as in the verdict."""
-    most = max((rank.total("steps") for rank in record.ranks), default=0.0)
-    members = [rank for rank in record.ranks if 2 * rank.total("steps") > most and rank.total("seconds") > 0]
+    progress = [rank.progress for rank in record.ranks]
+    members = [each for each in members_of(progress) if each.seconds > 0]
+    step, examples, shares = means_of(members) if members else (None, None, {})
     found = {
         "time": Number(record.seconds, seconds_text),
         "ranks": Number(len(record.ranks), number_text),
-        "steps": Number(most, number_text),
-    }
-    step = fmean(rank.total("seconds") / rank.total("steps") for rank in members) if members else None
-    examples = sum(rank.total("examples") / rank.total("seconds") for rank in members)
-    found |= {
+        "steps": Number(max((each.steps for each in progress), default=0), number_text),
         "a step": Number(step, seconds_text),
         "steps/s": Number(1 / step if step else None, number_text),
         "examples/s": Number(examples or None, number_text),
+        **{text: Number(shares.get(name), percent_text) for name, _, text in PARTS},
     }
-    for name, _, text in PARTS:
-        share = fmean(rank.total(name) / rank.total("steps") for rank in members) / step if step else None
-        found[text] = Number(share, percent_text)
     memory = max((each for rank in record.ranks for each in rank.series["memory"]), default=0.0)
     found["goodput"] = Number(None if record.goodput is None else record.goodput["steps"], percent_text)
     found["memory of a rank, at most"] = Number(memory or None, bytes_text)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from choros.errors import ConfigError
-from choros.observe.stragglers import PARTS
+from choros.observe.stragglers import PARTS, RankProgress
+from choros.observe.verdict import Goodput
 
 #: The formats of records that can be read.
 _FORMAT = 1
 #: What the seconds of a step are spent on, after ``computing``, which is what is left.
 SPENT = PARTS[1:]
+_GOODPUT = tuple(each.name for each in fields(Goodput))
 _SERIES = ("steps", "examples", "seconds", "memory", *SPENT)
 
 
@@ -51,11 +53,15 @@ class Rank:
             last=str(found["last"]),
         )
 
+    @property
+    def progress(self) -> RankProgress:
+        """What it has done in all, as far as the ``series`` say."""
+        last: dict[str, Any] = {name: values[-1] for name, values in self.series.items() if values}
+        return RankProgress(self.number, **last)
+
     def total(self, name: str) -> float:
         """What it has done in all: ``steps``, say, or seconds of ``computing``."""
-        if name == "computing":
-            return max(0.0, self.total("seconds") - sum(map(self.total, SPENT)))
-        return self.series[name][-1] if self.times else 0.0
+        return float(getattr(self.progress, name))
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class WrittenRecord:
             code=found["code"],
             settings=dict(found["settings"]),
             machine=dict(found["machine"]),
-            goodput=found["goodput"] and {name: float(each) for name, each in found["goodput"].items()},
+            goodput=None if found["goodput"] is None else {name: float(found["goodput"][name]) for name in _GOODPUT},
             lines=lines,
             messages=[each for each in messages if not _is_verdict(each[1], lines)],
             ranks=sorted(ranks, key=lambda each: each.number),
@@ -116,7 +122,7 @@ def read_record(file: Path) -> WrittenRecord:
             return WrittenRecord.of(found)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}. {advice}") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} is no record of a job: {type(error).__name__}: {error}. {advice}") from error
     raise ConfigError(
         f"{file} is a record of format {given!r}; this choros reads format {_FORMAT}. Use the version of choros that "

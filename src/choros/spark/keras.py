@@ -20,7 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+import cloudpickle
+
 from choros.errors import ConfigError
+from choros.parallel.structure import leaves
 from choros.spark.parameters import COMMON, FitPlan, RowsEstimator, with_parameters
 from choros.spark.rows import ParquetRows
 from choros.spark.store import local_path
@@ -58,12 +61,13 @@ class KerasEstimator(RowsEstimator):
         if optimizer is not None:
             optimizer = keras.optimizers.serialize(keras.optimizers.get(optimizer))
         batch = self.value("batch_size") * plan.size
+        terms = {name: self.value(name) for name in ("loss", "loss_weights", "metrics")}
         task = KerasTask(
             saved(model),
             keras.config.floatx(),
-            objects,
+            {**_classes_of(terms), **objects},
             optimizer,
-            {"loss": self.value("loss"), "loss_weights": self.value("loss_weights"), "metrics": self.value("metrics")},
+            cloudpickle.dumps((terms, self.value("callbacks"), self.value("checkpoint_callback"))),
             plan,
             rows,
             held_out,
@@ -76,11 +80,9 @@ class KerasEstimator(RowsEstimator):
                 "shuffle": self.value("shuffle"),
                 "verbose": self.value("verbose"),
             },
-            self.value("callbacks"),
-            self.value("checkpoint_callback"),
             self.value("random_seed"),
         )
-        env = {"KERAS_BACKEND": keras.backend.backend()}
+        env = {**plan.env, "KERAS_BACKEND": keras.backend.backend()}
         commits = plan.store.commits(plan.run_id)
         weights, history, widths = plan.backend.run(train, (task,), env=env, commit_dir=commits)[0]
         trained = loaded(task.model, objects)
@@ -96,21 +98,27 @@ class KerasEstimator(RowsEstimator):
         )
 
 
+def _classes_of(terms: Any) -> dict[str, type]:
+    """Returns the user's classes of losses and metrics, by which Keras unpickles their instances."""
+    kinds = [type(each) for each in leaves(terms) if hasattr(each, "get_config")]
+    return {kind.__name__: kind for kind in kinds if not kind.__module__.startswith("keras.")}
+
+
 @dataclass(frozen=True)
 class KerasTask:
-    """What each rank of a ``KerasEstimator`` does: ``compile`` and ``fit`` are these functions' arguments."""
+    """What each rank of a ``KerasEstimator`` does; ``fit`` has its arguments. ``pickled`` are those of ``compile``, the
+    callbacks and the checkpoint's, which Keras unpickles only where it knows ``objects``.
+    """
 
     model: bytes
     floatx: str
     objects: Mapping[str, Any]
     optimizer: Mapping[str, Any] | None
-    compile: Mapping[str, Any]
+    pickled: bytes
     plan: FitPlan
     rows: ParquetRows
     held_out: ParquetRows | None
     fit: Mapping[str, Any]
-    callbacks: Sequence[Any]
-    checkpoint: Any
     seed: int | None
 
 
@@ -120,17 +128,23 @@ def train(task: KerasTask) -> tuple[list[Any], dict[str, list[float]], tuple[int
 
     import choros.distribute as dist
     from choros.comm.context import rank
+    from choros.keras.callbacks import LearningRateScheduleCallback
 
     keras.config.set_floatx(task.floatx)
     strategy = dist.MultiWorkerMirroredStrategy()
     if task.seed is not None:
         keras.utils.set_random_seed(task.seed)
+    with keras.saving.custom_object_scope(dict(task.objects)):
+        terms, callbacks, checkpoint = cloudpickle.loads(task.pickled)
     with strategy.scope():
         model = loaded(task.model, task.objects, compile=task.optimizer is None)
         if task.optimizer is not None:
-            model.compile(keras.optimizers.deserialize(dict(task.optimizer), task.objects), **task.compile)
-        _scale_rate(model.optimizer, task.plan.size)
-    callbacks, checkpoint = _callbacks(task)
+            model.compile(keras.optimizers.deserialize(dict(task.optimizer), task.objects), **terms)
+        rate = _scale_rate(model.optimizer, task.plan.size)
+    for callback in callbacks:
+        if isinstance(callback, LearningRateScheduleCallback) and rate is not None:
+            callback.initial_lr = rate  # what was given was meant for one rank, as in Horovod's estimators
+    callbacks, checkpoint = _in_store(task.plan, callbacks, checkpoint)
     x, y, weights = _data(task, model, task.rows)
     held_out = None if task.held_out is None else _data(task, model, task.held_out)
     history = model.fit(x, y, sample_weight=weights, validation_data=held_out, callbacks=callbacks, **task.fit)
@@ -142,28 +156,30 @@ def train(task: KerasTask) -> tuple[list[Any], dict[str, list[float]], tuple[int
     return model.get_weights(), history.history, widths
 
 
-def _scale_rate(optimizer: Any, size: int) -> None:
-    """Multiplies the learning rate, as Horovod's estimators do; a schedule stays as it is."""
-    if not isinstance(optimizer.get_config().get("learning_rate"), dict):
-        optimizer.learning_rate = float(optimizer.learning_rate) * size
+def _scale_rate(optimizer: Any, size: int) -> float | None:
+    """Multiplies the learning rate, as Horovod's estimators do, and returns it; a schedule stays as it is."""
+    if isinstance(optimizer.get_config().get("learning_rate"), dict):
+        return None
+    rate = float(optimizer.learning_rate) * size
+    optimizer.learning_rate = rate
+    return rate
 
 
-def _callbacks(task: KerasTask) -> tuple[list[Any], str | None]:
+def _in_store(plan: FitPlan, callbacks: Sequence[Any], checkpoint: Any) -> tuple[list[Any], str | None]:
     """Returns the callbacks, which write into the store, and the file of the checkpoint."""
     import keras
 
-    callbacks = list(task.callbacks)
-    logs = local_path(task.plan.store.get_logs_path(task.plan.run_id))
+    logs = local_path(plan.store.get_logs_path(plan.run_id))
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.TensorBoard) and logs is not None:
             callback.log_dir = logs
-    path = local_path(task.plan.store.get_checkpoint_path(task.plan.run_id))
-    if task.checkpoint is None or path is None:
-        return callbacks, None
+    path = local_path(plan.store.get_checkpoint_path(plan.run_id))
+    if checkpoint is None or path is None:
+        return [*callbacks], None
     file = f"{path}.keras"
     os.makedirs(os.path.dirname(file), exist_ok=True)
-    task.checkpoint.filepath = file
-    return [*callbacks, task.checkpoint], file
+    checkpoint.filepath = file
+    return [*callbacks, checkpoint], file
 
 
 def _data(task: KerasTask, model: Any, rows: ParquetRows) -> tuple[Any, Any, Any]:

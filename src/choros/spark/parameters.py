@@ -14,6 +14,7 @@ from pyspark.ml import Estimator
 from pyspark.ml.param import Param, Params
 
 from choros.errors import ConfigError
+from choros.spark.own_machine import VISIBLE
 from choros.spark.rows import ParquetRows, write_parquet
 from choros.spark.run import SparkBackend
 from choros.spark.store import Store
@@ -44,13 +45,15 @@ COMMON: Mapping[str, tuple[Any, str]] = {
     "random_seed": (None, "the seed of that order, of the framework, and of a validation that is a fraction"),
     "verbose": (1, "0: silent"),
     "callbacks": ([], "callbacks of the framework"),
+    "use_gpu": (True, "whether the ranks may use GPUs; else they see none"),
+    "backend_env": (None, "environment variables of the ranks"),
     "gradient_compression": (None, "as hvd.Compression"),
     "run_id": (None, "the name of the run; one that exists goes on from its last commit"),
 }
 #: Parameters of Horovod's that change nothing here.
 UNUSED = (
     "partitions_per_process", "inmemory_cache_all", "train_reader_num_workers", "val_reader_num_workers",
-    "reader_pool_type", "shuffle_buffer_size", "compress_sparse_cols", "label_shapes", "use_gpu", "mp_start_method",
+    "reader_pool_type", "shuffle_buffer_size", "compress_sparse_cols", "label_shapes", "mp_start_method",
 )  # fmt: skip
 
 
@@ -128,6 +131,7 @@ class FitPlan:
     weights: str | None
     size: int
     seed: int
+    env: Mapping[str, str]
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -154,6 +158,7 @@ def fit_plan(estimator: Parameterized) -> FitPlan:
         value("sample_weight_col"),
         backend.num_processes(),
         value("random_seed") or 0,
+        {**(value("backend_env") or {}), **({} if value("use_gpu") else {VISIBLE: ""})},
     )
 
 

@@ -30,6 +30,7 @@ import numpy as np
 from choros.durable import unfinished
 from choros.errors import ConfigError
 from choros.spark.own_machine import scratch_directory
+from choros.spark.store import local_path
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -53,8 +54,9 @@ def write_parquet(
     """
     names = tuple(df.columns if columns is None else columns)
     location = os.fspath(directory)
-    if "://" not in location:
-        location = Path(location).absolute().as_uri()
+    path = local_path(location)
+    if path is not None:
+        location = Path(path).absolute().as_uri()
     df.select(*[_stored(df, name) for name in names]).write.mode("overwrite").parquet(location)
     return ParquetRows(location, names)
 

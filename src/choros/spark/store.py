@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class Store:
-    """A directory of a file system that the driver and all executors share: a path, or a URL that Spark and pyarrow
-    know, such as ``hdfs://…``, which has no commits.
+    """A directory of a file system that the driver and all executors share: a path, also of Databricks' ``dbfs:/…``,
+    or a URL that Spark and pyarrow know, such as ``hdfs://…``, which has no commits.
 
     >>> store = Store.create("/shared/work")
     >>> store.get_train_data_path("7"), store.get_checkpoint_path("7"), store.commits("7")
@@ -24,7 +27,8 @@ class Store:
     @classmethod
     def create(cls, prefix_path: str) -> Store:
         """Returns the store of this directory, as in Horovod."""
-        return cls((prefix_path if "://" in prefix_path else os.path.abspath(prefix_path)).rstrip("/"))
+        path = local_path(prefix_path)
+        return cls((prefix_path if path is None else os.path.abspath(path)).rstrip("/"))
 
     def get_train_data_path(self, run_id: str) -> str:
         """Returns where the rows are to train on."""
@@ -54,10 +58,11 @@ class Store:
 def local_path(location: str) -> str | None:
     """Returns a location as a path of a file system; ``None`` if it is none.
 
-    >>> local_path("/a b"), local_path("file:///a%20b"), local_path("s3a://bucket/a")
-    ('/a b', '/a b', None)
+    >>> local_path("/a b"), local_path("file:///a%20b"), local_path("dbfs:/a"), local_path("s3a://bucket/a")
+    ('/a b', '/a b', '/dbfs/a', None)
     """
-    if "://" not in location:
+    if not _URL.match(location):
         return location
     parts = urlsplit(location)
-    return url2pathname(parts.path) if parts.scheme == "file" else None
+    mounted = {"file": "", "dbfs": "/dbfs"}.get(parts.scheme)
+    return None if mounted is None else mounted + url2pathname(parts.path)

@@ -68,7 +68,7 @@ class TorchEstimator(RowsEstimator):
             self.value("verbose"),
         )
         commits = plan.store.commits(plan.run_id)
-        data, history, widths = plan.backend.run(train, (task,), commit_dir=commits)[0]
+        data, history, widths = plan.backend.run(train, (task,), env=plan.env, commit_dir=commits)[0]
         model, optimizer = cloudpickle.loads(data)
         return TorchModel(
             model=model,

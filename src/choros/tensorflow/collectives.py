@@ -107,6 +107,7 @@ def grouped_allreduce(
 ) -> list[Any]:
     """``allreduce`` of several tensors, in as few messages as possible."""
     del device_dense, device_sparse, ignore_name_scope
+    tensors = list(tensors)  # it may be an iterator
     options = options_of(
         _name(name, "grouped_allreduce", *tensors), process_set, prescale_factor, postscale_factor, compression
     )
@@ -208,6 +209,7 @@ def grouped_reducescatter(
 ) -> list[Any]:
     """``reducescatter`` of several tensors, in as few messages as possible."""
     del device_dense
+    tensors = list(tensors)
     options = options_of(
         _name(None, "grouped_reducescatter", *tensors), process_set, prescale_factor, postscale_factor, compression
     )

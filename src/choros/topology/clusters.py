@@ -45,7 +45,7 @@ def find_cluster(environ: Environ, full_name: Callable[[], str]) -> ClusterHost 
     for read in (_torchrun, _skypilot, _aws_batch, _sagemaker, _vertex):
         try:
             found = found or read(environ)
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
             names, _, _ = (read.__doc__ or "").partition(":")
             raise ConfigError(
                 f"the variables that a cluster has set ({names}) cannot be read: {error!r}. Unset them, or name the "

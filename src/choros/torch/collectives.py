@@ -61,10 +61,11 @@ def _finish_computing(tensors: Any) -> None:
 
 
 def _overwrite(tensor: Any, value: Any) -> Any:
-    with torch.no_grad():
-        if torch.is_tensor(tensor):
-            return tensor.copy_(value)
-        return [each.copy_(new) for each, new in zip(tensor, value, strict=True)]
+    if not torch.is_tensor(tensor):
+        return [_overwrite(each, new) for each, new in zip(tensor, value, strict=True)]
+    # The mode in which a tensor was made is that of a thread, and this one may be another.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        return tensor.copy_(value)
 
 
 def _reduced_there(arguments: dict[str, Any]) -> bool:

@@ -173,8 +173,9 @@ class TorchState(ObjectState):
         super().__init__(**{name: value for name, value in values.items() if name not in self._handlers})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._handlers and value is not self._handlers[name].value:
-            self._handlers[name].set_value(value)
+        handler = self.__dict__.get("_handlers", {}).get(name)  # a subclass may set attributes before there are any
+        if handler is not None and value is not handler.value:
+            handler.set_value(value)
         super().__setattr__(name, value)
 
     def save(self) -> None:

@@ -50,11 +50,14 @@ def broadcast_parameters(
         >>> hvd.broadcast_parameters(torch.nn.Linear(2, 1).state_dict(), root_rank=0)
     """
     adapter = framework_adapter("torch")
-    tensors = {name: tensor for name, tensor in _named(params) if torch.is_tensor(tensor)}
-    hosts = [adapter.to_host(tensor) for tensor in tensors.values()]
-    received = broadcast_arrays(hosts, root_rank, names=list(tensors), process_set=process_set)
+    named = _named(params)
+    tensors = [(name, tensor) for name, tensor in named if torch.is_tensor(tensor)]  # two models have equal names
+    if not tensors and any(isinstance(value, Mapping) for _, value in named):
+        raise ConfigError("broadcast_parameters takes the state_dict() of one model: call it for each of them.")
+    hosts = [adapter.to_host(tensor) for _, tensor in tensors]
+    received = broadcast_arrays(hosts, root_rank, names=[name for name, _ in tensors], process_set=process_set)
     with torch.no_grad():
-        for tensor, host in zip(tensors.values(), received, strict=True):
+        for (_, tensor), host in zip(tensors, received, strict=True):
             tensor.copy_(adapter.from_host(host, tensor))
 
 

@@ -117,6 +117,8 @@ def from_json(text: str | bytes) -> Trace:
         ranks = tuple(
             TracedRank(each["rank"], each["host"], _ns(each["began"]), _ns(each["ended"])) for each in about["ranks"]
         )
+        if not ranks or about["timeline_of_choros"] != _FORMAT:
+            raise ValueError("it has no ranks, or another version of choros has written it")
         everyone = tuple(range(about["size"]))
         calls: list[Call] = []
         intervals: list[Interval] = []
@@ -132,7 +134,7 @@ def from_json(text: str | bytes) -> Trace:
                 end = begin + _ns(event["dur"])
                 intervals.append(Interval(_rank(event), category, event["name"], begin, end, event["args"]))
         return Trace(about["size"], about["wall_ns"], ranks, tuple(calls), tuple(intervals), tuple(marks))
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"it is not a timeline that choros has written: {error!r}") from error
 
 

@@ -232,7 +232,7 @@ def _intervals(part: TimelinePart) -> list[Interval]:
             begin = under_way.pop((_ENDS[record.kind], record.thread, record.name), None)
             if begin is not None:
                 intervals.append(_interval(part, begin, record.time, record.details))
-    return intervals + [_interval(part, begin, part.ended, {}) for begin in under_way.values()]
+    return intervals + [_interval(part, begin, part.ended, {"unfinished": True}) for begin in under_way.values()]
 
 
 def _interval(part: TimelinePart, begin: Record, ended: int, details: Mapping[str, Any]) -> Interval:

@@ -7,7 +7,6 @@ Every Keras trainer calls ``apply``, and what follows in it sees the gradient of
 The user's object gets a subclass of the same name: its state, saved name and Keras' fast paths by class stay.
 """
 
-import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -50,19 +49,13 @@ from choros.training.sliced_optimizer import (
 )
 from choros.training.sliced_state import Slices
 from choros.training.tf_context import as_one_replica
-from choros.training.variables import broadcast_updates, building_slices, value_of
+from choros.training.thread import doing, thread
+from choros.training.variables import broadcast_updates, value_of
 from choros.training.weighting import current_step
 from choros.training.whole_state import MEETING, WholeState
 
 _ATTRIBUTE = "_choros_reducer"
 _as_one_replica = as_one_replica if keras.backend.backend() == "tensorflow" else nullcontext
-
-_applying = threading.local()
-
-
-def in_apply() -> bool:
-    """Whether a distributed optimizer applies reduced gradients, in this thread: all ranks make the same updates."""
-    return getattr(_applying, "inside", False)
 
 
 class _DistributedMixin:
@@ -76,11 +69,13 @@ class _DistributedMixin:
             _build(optimizer, trainable_variables)
         variables = trained_by(self) if trainable_variables is None else trainable_variables
         reducer: Any = reducer_of(self)
-        reduced = list(grads) if getattr(_applying, "reduced", False) else self._reduce(grads, variables)
+        reduced = list(grads) if thread.giving_reduced else self._reduce(grads, variables)
         _apply_reduced(self, reduced, trainable_variables)
         if reducer.is_due:
             # Slices are gathered, and the same on all ranks; what has updated them may not be.
-            compared = variables if reducer.slices is None else [*variables, *settings_of(optimizer)]
+            compared = list(variables)
+            if reducer.slices is not None and isinstance(rate := optimizer.learning_rate, keras.Variable):
+                compared.append(rate)  # which callbacks such as ReduceLROnPlateau change
             values = list(map(value_of, compared))
             for variable, value, healed in zip(compared, values, reducer.compare(compared, values), strict=True):
                 if healed is not value:
@@ -103,11 +98,8 @@ class _DistributedMixin:
         _build(self, variables)
         if reduces:
             reduced = self._reduce(gradients, variables)
-            _applying.reduced = True
-            try:
+            with doing("giving_reduced"):
                 return own.apply_gradients(zip(reduced, variables, strict=True))
-            finally:
-                _applying.reduced = False
         reducer: Any = reducer_of(self)
         slices = reducer.slices
         reduced = list(gradients) if slices is None else slices.cut(gradients, variables)
@@ -131,7 +123,7 @@ class _DistributedMixin:
             if reducer.divides_state:
                 process_set = reducer.reducer.config.process_set
                 check_process_set(process_set)
-                with building_slices():
+                with doing("building_slices"):
                     self.__class__ = own_class(self)
                     reducer.slices = Slices(self, variables, process_set, reducer.local)
                     reducer.state = WholeState(self, reducer.slices, reducer.synchronize)
@@ -184,8 +176,7 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
 def _apply_reduced(optimizer: Any, reduced: Sequence[Any], variables: Sequence[Any] | None) -> None:
     """Keras' own ``apply``, on ranks that keep the optimizer's state; ``None`` for all variables of the optimizer."""
     reducer: Any = reducer_of(optimizer)
-    _applying.inside = True
-    try:
+    with doing("applying_updates"):
         if reducer.slices is not None:
             with _as_one_replica():
                 _apply_in_slices(optimizer, reduced, trained_by(optimizer) if variables is None else variables)
@@ -197,8 +188,6 @@ def _apply_reduced(optimizer: Any, reduced: Sequence[Any], variables: Sequence[A
                 apply_count(optimizer).assign_add(1)
             trained = trained_variables(optimizer) if variables is None else variables
             broadcast_updates(trained, reducer.state_owner, heirs=())  # no other rank has the new values
-    finally:
-        _applying.inside = False
 
 
 def _apply_in_slices(optimizer: Any, reduced: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -235,12 +224,6 @@ def trained_by(optimizer: Any) -> list[Any]:
     """The variables of the model that a built optimizer trains, whole also where it has slices of them."""
     reducer = reducer_of(optimizer)
     return trained_variables(optimizer) if reducer is None or reducer.slices is None else reducer.slices.variables
-
-
-def settings_of(optimizer: Any) -> list[Any]:
-    """The variables that callbacks such as ``ReduceLROnPlateau`` change."""
-    rate = optimizer.learning_rate
-    return [rate] if isinstance(rate, keras.Variable) else []
 
 
 def own_class(optimizer: Any) -> Any:
@@ -301,7 +284,7 @@ def _cut_anew(optimizer: Any) -> None:
     process_set, state = reducer.reducer.config.process_set, state_of(optimizer)
     communicator = process_set.communicator
     reducer.synchronize()
-    with building_slices(), _as_one_replica(), keras.name_scope(optimizer.name):
+    with doing("building_slices"), _as_one_replica(), keras.name_scope(optimizer.name):
 
         def cut(holders: Holders) -> tuple[Slices, OptimizerSlots]:
             slices = Slices(optimizer, slices_of(optimizer).variables, process_set, reducer.local, holders)

@@ -52,11 +52,6 @@ class FirstRankCallback(keras.callbacks.Callback):
         super().set_params(params)
         self.callback.set_params(params if self._verbose is None else {**params, "verbose": self._verbose})
 
-    def set_model(self, model: Any) -> None:
-        """Passes the model on."""
-        super().set_model(model)
-        self.callback.set_model(model)
-
     def pass_on(self, hook: str, *arguments: Any, **named: Any) -> None:
         """Calls a method of the callback, if this is rank 0; before the first one those that it has missed."""
         is_epoch = hook == "on_epoch_begin"
@@ -64,6 +59,8 @@ class FirstRankCallback(keras.callbacks.Callback):
             self._epoch = arguments[0]
         if not is_first():
             return
+        if not self._begun:
+            self.callback.set_model(self.model)  # in which Keras' TensorBoard makes files
         if not self._begun and hook != "on_train_begin":
             if hasattr(self.callback, "append"):
                 self.callback.append = True

@@ -122,22 +122,19 @@ def PartialDistributedOptimizer(
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4), keras.layers.Dense(1)])
         >>> optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=model.layers[:1])
     """
+    del name, device_dense, device_sparse
     local = local_variables(local_layers)
     optimizer = DistributedOptimizer(
         optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        0,
-        groups,
-        process_set,
-        scale_local_gradients,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
     )
     for variable in local:
         optimizer.register_local_var(variable)

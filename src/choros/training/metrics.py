@@ -11,7 +11,7 @@ declares that. So ``rules_of`` tries it, once, from two states and on an invente
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,12 +69,6 @@ def flat_results(results: dict[str, Any]) -> dict[str, float]:
     for name, value in results.items():
         flat.update(flat_results(value) if isinstance(value, dict) else {name: value})
     return flat
-
-
-def global_result(metric: Any, result: Callable[[], Any]) -> Any:
-    """Returns the value of ``result()`` while ``metric`` has the state of all ranks."""
-    with merged_metrics([metric]):
-        return result()
 
 
 @contextmanager

@@ -57,18 +57,13 @@ def draw_by_replica(generator: Any, index: Callable[[], Any]) -> None:
     generator.__class__ = derive(type(generator), _ReplicaDrawsMixin)
 
 
-def seed_generators(model: Any = None) -> list[Any]:
-    """Returns the generators of a model's layers, and Keras' own, for random functions without a seed."""
-    own = global_seed_generator()
-    return [*([] if own is None else [own]), *([] if model is None else seed_generators_of(model))]
-
-
 def draw_by_rank(model: Any) -> None:
     """Makes random numbers differ by rank, before ``attach``; steps for all ranks' devices draw the global batch's."""
     if not has_others(global_process_set) or spans_ranks():
         return
     rank = global_process_set.communicator.rank
-    for generator in seed_generators(model):
+    own = global_seed_generator()  # of random functions without a seed
+    for generator in [*([] if own is None else [own]), *seed_generators_of(model)]:
         draw_by_replica(generator, lambda: rank)
     numbers_of = {"torch": torch_numbers_of, "tensorflow": tensorflow_numbers_of}.get(keras.backend.backend())
     if numbers_of is not None and not hasattr(model, _ATTRIBUTE):
@@ -86,7 +81,7 @@ _STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 
 def random_streams() -> dict[str, Any]:
-    """The global random streams' states, as plain values; Keras' generators are variables (``seed_generators``)."""
+    """The global random streams' states, as plain values; Keras' generators are variables."""
     return {name: read() for name, (read, _) in _STREAMS.items() if sys.modules.get(name) is not None}
 
 

@@ -38,7 +38,7 @@ from choros.observe.progress import page
 from choros.parallel.objects import broadcast_object, object_of_first, shared_result
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.keras_internals.fit import set_initial_epoch, sync_jax_state
-from choros.training.keras_internals.models import build_from_batch, is_built
+from choros.training.keras_internals.models import build_from_batch, built_optimizers, is_built
 from choros.training.metrics import merged_metrics
 from choros.training.run_state import RunState
 from choros.training.trainer import steps_of
@@ -83,7 +83,8 @@ class RunCallback(keras.callbacks.Callback):
             if batch is not None:
                 build_from_batch(self.model, batch)
         if self._admits and is_built(self.model):
-            self._run.optimizers()  # on all ranks: TensorFlow builds them in the first step, before which one may join
+            # On all ranks: TensorFlow builds them in the first step, before which one may join.
+            built_optimizers(self.model)
         if not global_process_set.communicator.is_new:
             self._restore_last()
         elif self._admits and epochs is not None:

@@ -28,9 +28,9 @@ from choros.training.first_rank import FirstRankCallback
 from choros.training.keras_internals.fit import sync_jax_state
 from choros.training.keras_internals.models import (
     build_metrics,
+    built_optimizers,
     global_seed_generator,
     local_value,
-    optimizers_of,
     seed_generators_of,
 )
 from choros.training.random_numbers import random_streams, set_random_streams
@@ -80,7 +80,7 @@ class RunState:
             "weights": _values(model.weights),
             "optimizers": [
                 list(whole_values(each)) if _has_state(each) and not (joins and has_slices(each)) else []
-                for each in self.optimizers()
+                for each in built_optimizers(model)
             ],
             "seeds": _values([each.state for each in seed_generators_of(model)]),
             "global_seed": _values([] if (own := global_seed_generator()) is None else [own.state]),
@@ -98,7 +98,7 @@ class RunState:
         sync_jax_state(model)
         if batch is not None:
             build_metrics(model, lambda: batch)
-        optimizers = self.optimizers()
+        optimizers = built_optimizers(model)
         if len(optimizers) != len(state["optimizers"]):
             raise ConfigError(
                 f"the state has {len(state['optimizers'])} optimizers, and the model {model.name!r} {len(optimizers)}: "
@@ -131,13 +131,6 @@ class RunState:
         for key, callback in zip(_keys(self._callbacks), self._callbacks, strict=True):
             if key in state["callbacks"]:
                 _restore(callback, copy.deepcopy(state["callbacks"][key]))
-
-    def optimizers(self) -> list[Any]:
-        """The model's optimizers that are built, as its own one is now."""
-        own = getattr(self._model, "optimizer", None)
-        if own is not None and not own.built:
-            own.build(self._model.trainable_variables)
-        return [each for each in optimizers_of(self._model) if each.built]
 
 
 def _has_state(optimizer: Any) -> bool:

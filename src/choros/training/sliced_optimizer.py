@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 
 from choros.errors import ConfigError
 from choros.training.keras_internals import slice_variables
-from choros.training.keras_internals.models import derive, innermost, own_variables, update_if_finite
+from choros.training.keras_internals.models import (
+    derive,
+    innermost,
+    note_trained_variables,
+    own_variables,
+    update_if_finite,
+)
 from choros.training.keras_internals.slice_variables import Outline, outline_of
 from choros.training.optimizer_slots import OptimizerSlots
 from choros.training.sliced_state import Slices
@@ -243,4 +249,4 @@ def rebuild(optimizer: Any, slices: Slices, slots: OptimizerSlots) -> None:
     slice_variables.unbuild(inner, slots.first)
     _Sliced.build(inner, variables)
     if inner is not optimizer:
-        slice_variables.trains(optimizer, variables)
+        note_trained_variables(optimizer, variables)

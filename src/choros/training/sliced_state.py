@@ -76,7 +76,9 @@ class Slices:
         self.by_item = works_by_item(optimizer)
         self.is_inside = innermost(optimizer) is not optimizer
         self._indices = {id(variable): index for index, variable in enumerate(variables)}
-        alone = {id(each) for each in (*local, *filter(_is_overwritten, variables))}
+        # A scale of float8 becomes its gradient.
+        overwritten = [each for each in variables if getattr(each, "overwrite_with_gradient", False)]
+        alone = {id(each) for each in (*local, *overwritten)}
         shared = [index for index, variable in enumerate(variables) if id(variable) not in alone]
         self.ranges: dict[int, Ranges] = dict(zip(shared, self._divided(shared), strict=True))
         self.own: dict[Piece, Any] = {}
@@ -89,7 +91,7 @@ class Slices:
                 if start < stop:
                     self.own[index, number] = self._slice_variable(variable, stop - start)
         self._pieces = {id(own): piece for piece, own in self.own.items()}
-        self._padding = slice_variables.create_padding()
+        self._padding = keras.Variable(keras.ops.zeros((1,)), trainable=False, name="padding")
         #: The variables of the present update, or of the last one; and the slice variables whose gradients are clipped.
         self._updated = list(range(len(variables)))
         self.clipped: Sequence[Any] = ()
@@ -355,11 +357,6 @@ def _least_items(variable: Any) -> int:
     """The number of items of a variable that are not separated: a row of an embedding, whose gradient may be rows."""
     is_table = is_embedding(variable) and keras.backend.backend() == "tensorflow"
     return math.prod(variable.shape[1:]) if is_table else 1
-
-
-def _is_overwritten(variable: Any) -> bool:
-    """Whether a variable becomes its gradient: a scale of float8."""
-    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def _vector(numbers: Sequence[Any]) -> Any:

@@ -22,9 +22,10 @@ from typing import Any, final
 
 import keras
 
-from choros.comm import is_initialized, topology
+from choros.comm import is_initialized
 from choros.errors import ConfigError
 from choros.frameworks import is_installed
+from choros.training.first_rank import is_first
 
 _numbers = itertools.count()
 
@@ -159,7 +160,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._files = {}
 
     def _write(self, name: str, summaries: Iterable[Any], step: int) -> None:
-        if is_initialized() and topology().rank != 0:
+        if is_initialized() and not is_first():
             return
         if name not in self._files:
             from tensorboardX import FileWriter

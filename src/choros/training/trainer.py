@@ -37,6 +37,7 @@ from choros.training.keras_internals.fit import (
 )
 from choros.training.keras_internals.models import (
     apply_count,
+    built_optimizers,
     layers_of,
     metrics_of,
     optimizers_of,
@@ -447,12 +448,8 @@ def broadcast_global_variables(root_rank: int) -> None:
 def model_variables(model: Any, *, seeds: bool = False) -> list[Any]:
     """Weights and optimizers' state, or what counts its steps if one rank keeps it; ``seeds``: a step sees all rows."""
     variables = list(model.variables if seeds else model.weights)
-    own = getattr(model, "optimizer", None)
-    if own is not None and not own.built:
-        own.build(model.trainable_variables)
-    for optimizer in optimizers_of(model):
+    for optimizer in built_optimizers(model):
         reducer = reducer_of(optimizer)
-        if optimizer.built:
-            is_of_all = reducer is None or reducer.state_owner is None
-            variables += optimizer.variables if is_of_all else [apply_count(optimizer)]
+        is_of_all = reducer is None or reducer.state_owner is None
+        variables += optimizer.variables if is_of_all else [apply_count(optimizer)]
     return variables

@@ -1,9 +1,7 @@
 """What ranks do with variables: broadcast them from one to the others, and aggregate what replicas assign to them."""
 
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,24 +15,6 @@ from choros.parallel.ops import broadcast_arrays
 
 #: The attribute of a variable of which each rank has its own part: the ``WholeState`` that it is of.
 OF_SLICE = "_choros_of_slice"
-
-
-_building = threading.local()
-
-
-@contextmanager
-def building_slices() -> Iterator[None]:
-    """A context in which variables are created that other ranks do not have."""
-    _building.now = True
-    try:
-        yield
-    finally:
-        _building.now = False
-
-
-def builds_slices() -> bool:
-    """Whether a variable that is created in this thread now is one that other ranks do not have."""
-    return getattr(_building, "now", False)
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:

@@ -1,17 +1,4 @@
-"""Communication between the processes of a job outside MPI.
-
-::
-
-    chorosrun ── pipes ── mpirun ── pipes ── wrapper ── pipes ── rank          loop, signal_pipe
-        to chorosrun: frames, lines on standard output (launch/protocol); to ranks: signals, and rank 0's standard input
-
-    chief ──── TCP ────► worker                                                channel, listener, handshake,
-      └─────── TCP ────► parameter server ◄──── TCP ──── worker                secret
-
-    choros bench ◄── Unix socket ── each process of each contender             channel, listener, loop
-
-    rank 0 of the torch engine ◄── TCP ── all ranks                            channel, listener, address
-        the key-value store (comm/store), where ranks exchange their addresses
+"""Communication between the processes of a job outside MPI: docs/design/messages.md draws who speaks to whom.
 
 Frames are lines, since mpirun forwards them. Every message over a socket is sent by a ``Channel``: one length-prefixed
 framing, on a connection whose ends have proved their names to each other, and that they have the job's key.

@@ -1,17 +1,5 @@
-"""The event loop: one thread that waits for descriptors, deadlines and a condition.
-
-::
-
-    run(until, seconds)
-      ┌─► until()? ── yes, or seconds have passed ► return
-      │     │ no
-      │   select: until a descriptor is ready, the next deadline, or poll_seconds
-      │     │
-      │   callbacks of the ready descriptors
-      │     │
-      └── actions of the deadlines that have passed
-
-Signals are waited for as descriptors too (``SignalPipe``).
+"""The event loop: one thread that waits for descriptors, deadlines and a condition; for signals as descriptors, too
+(``SignalPipe``).
 """
 
 import selectors
@@ -56,9 +44,12 @@ class Loop:
         """Stops waiting for ``source``; required before it is closed."""
         self._selector.unregister(source)
 
-    def set_deadline(self, name: str, seconds: float, action: Callable[[], None]) -> None:
-        """Calls ``action`` once, after ``seconds``; replaces the deadline of this name."""
-        self._deadlines[name] = (time.monotonic() + seconds, action)
+    def set_deadline(self, name: str, seconds: float | None, action: Callable[[], None]) -> None:
+        """Calls ``action`` once, after ``seconds``, ``None``: never; replaces the deadline of this name."""
+        if seconds is None:
+            self.cancel(name)
+        else:
+            self._deadlines[name] = (time.monotonic() + seconds, action)
 
     def repeat(self, name: str, seconds: float, action: Callable[[], None]) -> None:
         """Calls ``action`` every ``seconds`` until the deadline of this name is cancelled."""

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -21,24 +20,14 @@ _ESTABLISHED, _LISTENS = "01", "0A"
 End = tuple[str, int]
 
 
-@dataclass(frozen=True)
-class _Connection:
-    """One end of a connection, its owner, and its socket's ``inode``; 0 if no process has accepted it yet."""
-
-    local: End
-    remote: End
-    user: int
-    inode: int
-
-
 @contextmanager
 def connections_of_this_user() -> Iterator[None]:
     """A context that ends with an ``EngineError`` if a new connection within this host is to another user."""
     before = sockets_of()
     yield
     new = sockets_of().keys() - before.keys()
-    for connection, user in _with_users():
-        if connection.inode in new and user not in (ELSEWHERE, os.geteuid()):
+    for inode, _, user in _with_users():
+        if inode in new and user not in (ELSEWHERE, os.geteuid()):
             raise EngineError(
                 f"a process of another user (uid {user}) has connected to this one in place of a rank. Start "
                 "the job again; if it happens again, that user interferes."
@@ -47,7 +36,7 @@ def connections_of_this_user() -> Iterator[None]:
 
 def users_connected_to(ports: set[int]) -> dict[int, int]:
     """Returns the users at the other ends of connections to these ports, by socket number; 0: not accepted yet."""
-    return {end.inode: user for end, user in _with_users() if end.local[1] in ports}
+    return {inode: user for inode, port, user in _with_users() if port in ports}
 
 
 def ports_of(pid: int) -> set[int]:
@@ -58,14 +47,12 @@ def ports_of(pid: int) -> set[int]:
 
 def remote_addresses() -> dict[int, str]:
     """Returns the address at the other end of each established TCP connection on this host, by the socket's inode."""
-    return {each.inode: each.remote[0] for each in _connections()}
+    return {inode: address for _, (address, _), _, inode in _connections()}
 
 
-def _connections() -> list[_Connection]:
-    """Returns both ends of all established TCP connections within this host, and one of those with others."""
-    return [
-        _Connection(_end(row[1]), _end(row[2]), int(row[7]), int(row[9])) for row in _rows() if row[3] == _ESTABLISHED
-    ]
+def _connections() -> list[tuple[End, End, int, int]]:
+    """Each end on this host of established TCP connections: it, the other one, its user and its socket's inode."""
+    return [(_end(row[1]), _end(row[2]), int(row[7]), int(row[9])) for row in _rows() if row[3] == _ESTABLISHED]
 
 
 def sockets_of(pid: int | None = None) -> dict[int, int]:
@@ -81,12 +68,12 @@ def sockets_of(pid: int | None = None) -> dict[int, int]:
     return found
 
 
-def _with_users() -> Iterator[tuple[_Connection, int]]:
-    """Each end of a connection with the user of the other one."""
+def _with_users() -> Iterator[tuple[int, int, int]]:
+    """Of each end of a connection its socket's number, its port, and the user of the other end."""
     ends = _connections()
-    users = {(end.local, end.remote): end.user for end in ends}
-    for end in ends:
-        yield end, users.get((end.remote, end.local), ELSEWHERE)
+    users = {(local, remote): user for local, remote, user, _ in ends}
+    for local, remote, _, inode in ends:
+        yield inode, local[1], users.get((remote, local), ELSEWHERE)
 
 
 def _rows() -> Iterator[list[str]]:

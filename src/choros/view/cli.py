@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from choros import durations
-from choros.errors import ConfigError
+from choros.errors import ConfigError, LaunchError
 from choros.launch.driver.live_view import view_problem
 from choros.launch.processes.control import RECORD_OF, VIEW_OF, answer_of, chosen_job
 from choros.view.snapshot import view_of
@@ -30,10 +30,13 @@ def top(job: int | None, *, once: bool, as_json: bool, of_chorosrun: bool) -> No
     JOB is the PID of its chorosrun on this host; it can be left out if only one job of yours runs here. q and Ctrl-C
     leave; the job goes on. The ranks are not asked.
     """
-    number = os.getppid() if of_chorosrun else chosen_job(VIEW_OF, job, _COMMAND)
+    number = os.getppid() if of_chorosrun else chosen_job(VIEW_OF, job, _COMMAND)[0]
 
     def fetch() -> dict[str, Any]:
-        return dict(json.loads(answer_of(VIEW_OF, number, _COMMAND, durations.RECORD)))
+        try:
+            return dict(json.loads(answer_of(VIEW_OF, number, _COMMAND, durations.RECORD)))
+        except ValueError as error:
+            raise LaunchError(f"{_COMMAND}: the job ended while it answered.") from error
 
     if as_json:
         click.echo(answer_of(RECORD_OF, number, _COMMAND, durations.STACKS_COMMAND))

@@ -98,6 +98,8 @@ def _rank_of(number: int, rank: Record, earlier: Record | None, newest: float) -
     whole = {name: rank[name][-1] for name in names}
     done = {name: whole[name] - before[name] for name in names}
     elapsed = times[-1] - began
+    if whole["examples"] == whole["steps"]:  # as in the verdict: a loop in which the number of rows is not known
+        done["examples"] = 0.0
     runs = elapsed > 0 and newest - times[-1] < durations.VIEW_RECENT
     return RankView(
         number,

@@ -35,7 +35,8 @@ def progress(fit: FitView) -> str:
 
 def rates(view: JobView) -> str:
     """Steps and examples of the whole job."""
-    return f"{rate(view.steps_per_second)} steps/s, {rate(view.examples_per_second)} examples/s"
+    examples = f", {rate(view.examples_per_second)} examples/s" if view.examples_per_second else ""
+    return f"{rate(view.steps_per_second)} steps/s{examples}"
 
 
 def rate(number: float) -> str:
@@ -116,7 +117,8 @@ def table(view: JobView) -> str:
     rows = [["rank", "host", "steps", "steps/s", "examples/s", *PARTS.values(), "memory"]]
     for rank in view.ranks:
         shares = [f"{rank.shares[name]:.0%}" if rank.shares else "-" for name in PARTS]
-        counts = [str(rank.steps), rate(rank.steps_per_second), rate(rank.examples_per_second)]
+        examples = rate(rank.examples_per_second) if rank.examples_per_second else "-"
+        counts = [str(rank.steps), rate(rank.steps_per_second), examples]
         rows.append([str(rank.number), rank.host, *counts, *shares, size_of(rank.memory)])
     lines += [*aligned(rows, left=()), *view.verdict, *view.messages[-5:], *view.output[-5:]]
     return "\n".join(lines)

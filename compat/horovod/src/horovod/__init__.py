@@ -7,8 +7,8 @@
     horovod.tensorflow                          choros.tensorflow
     horovod.keras, horovod.tensorflow.keras     choros.keras
     horovod.common                              process sets, errors, helpers
-    horovod.spark                               choros.spark
-    horovod.ray, .mxnet, .data                  an ImportError that says what to use instead
+    horovod.spark, horovod.ray                  choros.spark, choros.ray
+    horovod.mxnet, horovod.data                 an ImportError that says what to use instead
 """
 
 import os

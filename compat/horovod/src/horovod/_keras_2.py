@@ -16,8 +16,11 @@ class CallableList(list[Any]):
         return self
 
 
-Optimizer = keras.optimizers.Optimizer
-_variables, _compile = Optimizer.variables, keras.Model.compile
+_compile = keras.Model.compile
+
+
+def _variables_as_in_keras_2(variables: Any) -> property:
+    return property(lambda self: CallableList(variables.fget(self)), doc=variables.__doc__)
 
 
 @functools.wraps(_compile)
@@ -25,7 +28,9 @@ def _compile_as_in_keras_2(self: Any, *args: Any, experimental_run_tf_function: 
     _compile(self, *args, **kwargs)
 
 
-Optimizer.variables = property(lambda self: CallableList(_variables.fget(self)), doc=_variables.__doc__)
+for _kind in vars(keras.optimizers).values():  # those that have their own, as LossScaleOptimizer, too
+    if _kind is keras.optimizers.Optimizer or (isinstance(_kind, type) and "variables" in vars(_kind)):
+        _kind.variables = _variables_as_in_keras_2(_kind.variables)
 # Where Keras has it: it warns of a model whose ``compile`` is not this one.
 next(each for each in keras.Model.__mro__ if "compile" in vars(each)).compile = _compile_as_in_keras_2
 #: A key for dictionaries, as of TensorFlow's own variables.

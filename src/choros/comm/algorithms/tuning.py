@@ -14,6 +14,7 @@ import numpy as np
 from choros.comm.communicator import Communicator
 from choros.comm.primitives import CHUNK_BYTES
 from choros.comm.reduction import Reduction
+from choros.durable import unfinished
 
 T = TypeVar("T")
 #: Makes a communicator use other sizes; called on every rank with the same ones.
@@ -74,7 +75,7 @@ def autotune(
 
 def write_measurements(path: Path, measurements: Sequence[Measurement], chosen: Tuning) -> None:
     """Writes a CSV file with a row for each measurement, and the chosen sizes as the last row."""
-    with path.open("w", newline="") as file:
+    with unfinished(path) as name, name.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*(each.name for each in fields(Tuning)), "array_bytes", "seconds"])
         writer.writerows([*astuple(tuning), size, f"{seconds:.3e}"] for tuning, size, seconds in measurements)

@@ -70,12 +70,6 @@ class LocalCommunicator(Communicator):
     def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
         pass
 
-    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
-        start = sum(counts[: self.rank])
-        own = buffer[start : start + counts[self.rank]].copy()
-        self._allreduce(own, op)
-        return own
-
     def _alltoall(
         self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> NDArray[np.uint8]:
@@ -88,9 +82,6 @@ class LocalCommunicator(Communicator):
             return None
         hosts = [self._hosts[rank] for rank in ranks]
         return LocalCommunicator(list(ranks).index(self.rank), hosts, self.enter)
-
-    def _close(self) -> None:
-        pass
 
 
 def start(topology: Topology, comm: object = None) -> tuple[LocalCommunicator, Topology]:

@@ -181,12 +181,11 @@ class MpiCommunicator(Communicator):
         return self._table
 
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
-        window = self._window if buffer.nbytes >= self.tuning.window_bytes else None
-        if window is None or not window.holds(buffer):
+        if self._window is None or buffer.nbytes < self.tuning.window_bytes or not self._window.holds(buffer):
             self._allreduce_anywhere(buffer, op)
             return
         try:
-            window.allreduce(buffer, op)
+            self._window.allreduce(buffer, op)
         except MPI.Exception as error:
             raise _engine_error(error, "allreduce") from error
 
@@ -209,6 +208,9 @@ class MpiCommunicator(Communicator):
                 if not allreduced(self._comm, memory is not None, MPI.MIN):
                     self._window = None
         return super()._allocate(nbytes) if memory is None or self._window is None else memory
+
+    def _is_registered(self, buffer: Array) -> bool:
+        return self._window is not None and self._window.holds(buffer)
 
     def _allgather(self, send: NDArray[np.uint8], counts: Sequence[int]) -> NDArray[np.uint8]:
         received = aligned_empty((sum(counts),), np.dtype(np.uint8))
@@ -255,9 +257,7 @@ class MpiCommunicator(Communicator):
         color = 0 if self.rank in ranks else MPI.UNDEFINED
         with _translated("MPI_Comm_split"):
             comm = self._comm.Split(color, self.rank)
-        if comm == MPI.COMM_NULL:
-            return None
-        return MpiCommunicator(MPI.Intracomm(comm), self.tuning)
+        return None if comm == MPI.COMM_NULL else MpiCommunicator(MPI.Intracomm(comm), self.tuning)
 
     def hosts(self) -> list[str]:
         """The name of every rank's host, as MPI distinguishes ranks that share memory from those that do not."""
@@ -325,9 +325,8 @@ class MpiCommunicator(Communicator):
         with _translated("MPI_Comm_free"):
             if self._window is not None:
                 self._window.close()
-            for comm in (self._comms.owners, self._comms.host, self._comms.world):
-                if comm is not None:
-                    comm.Free()
+            for comm in filter(None, (self._comms.owners, self._comms.host, self._comms.world)):
+                comm.Free()
 
 
 def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None) -> tuple[Communicator, Topology]:

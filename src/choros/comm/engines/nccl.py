@@ -19,15 +19,6 @@ _SHARES_CARDS = (2, 30)
 _SHARE_CARDS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
-def shares_cards(version: Sequence[int]) -> bool:
-    """Whether NCCL of this version lets ranks share a card, if ``NCCL_MULTI_RANK_GPU_ENABLE`` is 1.
-
-    >>> shares_cards((2, 27, 3))
-    False
-    """
-    return tuple(version[:2]) >= _SHARES_CARDS
-
-
 def connection_error(version: Sequence[int], error: Exception | None = None) -> EngineError:
     """The error of ranks that cannot connect: because they share a card, or for NCCL's reason ``error``."""
     if error is not None and "Duplicate GPU" not in str(error):
@@ -46,7 +37,7 @@ def share_cards(control: Communicator, card: str, version: Sequence[int]) -> Non
     every = control.allgather(np.frombuffer(card.encode(), np.uint8)[None], name="cards")
     if len(np.unique(every, axis=0)) < control.size:
         os.environ.setdefault(_SHARE_CARDS, "1")  # read when NCCL connects its first ranks
-        if not shares_cards(version):
+        if tuple(version[:2]) < _SHARES_CARDS:
             raise connection_error(version)
 
 

@@ -78,11 +78,6 @@ class ThreadCommunicator(Communicator):
     def _broadcast(self, buffer: NDArray[np.uint8], root: int) -> None:
         buffer[...] = self._board.exchange(self.rank, buffer.copy())[root]
 
-    def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
-        self._allreduce(buffer, op)
-        start = sum(counts[: self.rank])
-        return buffer[start : start + counts[self.rank]]
-
     def _alltoall(
         self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> NDArray[np.uint8]:
@@ -94,9 +89,6 @@ class ThreadCommunicator(Communicator):
         if self.rank not in ranks:
             return None
         return ThreadCommunicator(list(ranks).index(self.rank), self._board.child(tuple(ranks)))
-
-    def _close(self) -> None:
-        pass
 
 
 def run_threads(function: Callable[[ThreadCommunicator], T], size: int) -> list[T]:

@@ -19,12 +19,16 @@ from __future__ import annotations
 
 import sys
 import threading
+import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from choros.comm.engines.threads import ThreadCommunicator, run_threads
 from choros.distribute.devices.arrays import DeviceArrays, Unflatten, WeakMap, by_leaf, flatten
@@ -32,10 +36,10 @@ from choros.distribute.devices.collectives import (
     AXIS,
     ReplicaCollectives,
     ThreadCollectives,
+    TracedCollectives,
     gathered,
     reduced,
 )
-from choros.distribute.devices.compiled_step import CompiledStep, ReplicaFunction, compiled_for, run_replica
 from choros.distribute.devices.names import device_name, jax_devices
 from choros.distribute.fit.training import Training
 from choros.distribute.replicas import Axis, ReplicaContext, Replicas
@@ -45,6 +49,11 @@ from choros.errors import ConfigError, StrategyError
 
 if TYPE_CHECKING:
     from choros.distribute.devices.keras_flow import Flow
+
+#: Calls the user's function on one replica, given its collectives, its per-replica and the replicated values.
+_ReplicaFunction = Callable[[ReplicaCollectives, Sequence[Any], Sequence[Any]], Any]
+
+_SHARDED, _REPLICATED = PartitionSpec(AXIS), PartitionSpec()
 
 
 def local_devices(names: Sequence[str] | None = None) -> list[Any]:
@@ -76,9 +85,9 @@ class DeviceReplicas(Replicas):
 
     def __init__(self, devices: Sequence[Any]) -> None:
         self.count = self.local_count = len(devices)
-        self._mesh = jax.sharding.Mesh(np.array(devices), (AXIS,))
+        self._mesh = Mesh(np.array(devices), (AXIS,))
         self._arrays = DeviceArrays(self._mesh)
-        self._steps: WeakMap[dict[Any, CompiledStep]] = WeakMap()
+        self._steps: WeakMap[dict[Any, _CompiledStep]] = WeakMap()
         #: ``collectives``: those of the replica that this thread runs.
         self._thread = threading.local()
 
@@ -94,12 +103,12 @@ class DeviceReplicas(Replicas):
             return self._run_threads(self._in_replica_context(strategy, function, unflatten), per_replica, replicated)
         own = [value.values[0] for value in per_replica]
 
-        def compiled(function: Callable[..., Any]) -> CompiledStep:
+        def compiled(function: Callable[..., Any]) -> _CompiledStep:
             call = self._in_replica_context(strategy, function, unflatten)
             is_number = [np.ndim(part) == 0 for part in own]
-            return CompiledStep(call, self._mesh, is_number, self._flow_of(call, own, replicated))
+            return _CompiledStep(call, self._mesh, is_number, self._flow_of(call, own, replicated))
 
-        step = compiled_for(function, key, self._steps, compiled)
+        step = _compiled_for(function, key, self._steps, compiled)
         variables = self._arrays.variable_values(step.flow.variables) if step.flow else []
         whole = [self._arrays.global_array(value) for value in per_replica]
         leaves, numbers, tree, assigned = step(variables, whole, self._arrays.replicate(replicated))
@@ -131,7 +140,9 @@ class DeviceReplicas(Replicas):
         collectives = self._collectives_for("all_gather")
         return jax.tree.map(lambda leaf: collectives.all_gather(leaf, axis), value)
 
-    def _in_replica_context(self, strategy: Any, function: Callable[..., Any], unflatten: Unflatten) -> ReplicaFunction:
+    def _in_replica_context(
+        self, strategy: Any, function: Callable[..., Any], unflatten: Unflatten
+    ) -> _ReplicaFunction:
         """Returns a function that calls ``function`` in replica context, with arguments of one pattern."""
 
         def call(collectives: ReplicaCollectives, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Any:
@@ -141,7 +152,7 @@ class DeviceReplicas(Replicas):
 
         return call
 
-    def _flow_of(self, call: ReplicaFunction, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Flow | None:
+    def _flow_of(self, call: _ReplicaFunction, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Flow | None:
         """Returns the Keras variables that a function reads and assigns; ``None`` without Keras."""
         if "keras" not in sys.modules:
             return None
@@ -149,7 +160,7 @@ class DeviceReplicas(Replicas):
 
         return flow_of(call, self._mesh, per_replica, replicated)
 
-    def _run_threads(self, call: ReplicaFunction, per_replica: Sequence[PerReplica], replicated: Sequence[Any]) -> Any:
+    def _run_threads(self, call: _ReplicaFunction, per_replica: Sequence[PerReplica], replicated: Sequence[Any]) -> Any:
         devices = self._arrays.devices
         flow = self._flow_of(call, [value.values[0] for value in per_replica], replicated)
         variables = flow.variables if flow else ()
@@ -160,7 +171,7 @@ class DeviceReplicas(Replicas):
                 own = jax.device_put([value.values[collectives.replica] for value in per_replica], devices[0])
                 shared = jax.device_put(list(replicated), devices[0])
                 values = [jax.device_put(variable.value, devices[0]) for variable in variables]
-                return run_replica(collectives, flow, values, lambda: call(collectives, own, shared))
+                return _run_replica(collectives, flow, values, lambda: call(collectives, own, shared))
 
         done = run_threads(replica, self.count)
         if flow:
@@ -197,3 +208,75 @@ class DeviceReplicas(Replicas):
         """Returns the replicas' values on the first device; a plain value counts once per replica."""
         values = leaf.values if isinstance(leaf, PerReplica) else (leaf,) * self.count
         return [jax.device_put(value, self._arrays.devices[0]) for value in values]
+
+
+@final
+class _CompiledStep:
+    """One compiled step for all replicas; the flow's Keras variables are its first inputs and its last outputs."""
+
+    def __init__(self, call: _ReplicaFunction, mesh: Mesh, is_number: Sequence[bool], flow: Flow | None) -> None:
+        self.flow = flow
+        self._call = call
+        self._is_number = tuple(is_number)
+        #: For each result of the function, whether it is a scalar; known once it has been traced.
+        self._result_is_number: tuple[bool, ...] = ()
+        specs = {
+            "in_specs": (_REPLICATED, _SHARDED, _REPLICATED),
+            "out_specs": (_SHARDED, _REPLICATED),
+            "check_vma": False,
+        }
+        self._compiled = jax.jit(jax.shard_map(self._on_device, mesh=mesh, **specs))
+
+    def __call__(
+        self, variables: Sequence[Any], per_replica: Sequence[Any], replicated: Sequence[Any]
+    ) -> tuple[list[Any], tuple[bool, ...], Any, list[Any]]:
+        """Returns the results' sharded leaves, which of them are scalars, their tree, and the flow's outputs."""
+        results, assigned = self._compiled(list(variables), list(per_replica), list(replicated))
+        leaves, tree = jax.tree.flatten(results)
+        return leaves, self._result_is_number, tree, assigned
+
+    def _on_device(self, variables: Any, per_replica: Any, replicated: Any) -> tuple[Any, list[Any]]:
+        collectives = TracedCollectives()
+        own = [
+            array.reshape(()) if number else array for array, number in zip(per_replica, self._is_number, strict=True)
+        ]
+        results, assigned = _run_replica(
+            collectives, self.flow, variables, lambda: self._call(collectives, own, replicated)
+        )
+        results = jax.tree.map(jnp.asarray, results)
+        self._result_is_number = tuple(leaf.ndim == 0 for leaf in jax.tree.leaves(results))
+        return jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf.reshape(1), results), assigned
+
+
+def _compiled_for(
+    function: Callable[..., Any],
+    key: Any,
+    known: WeakMap[dict[Any, _CompiledStep]],
+    make: Callable[[Callable[..., Any]], _CompiledStep],
+) -> _CompiledStep:
+    """Returns the compiled step for arguments of this ``key``, ``known`` while the function, or a method's object,
+    exists; the function that ``make`` gets does not keep the user's alive.
+    """
+    owner: Any = function
+    method = None
+    if isinstance(function, types.MethodType):
+        owner, method = function.__self__, function.__func__
+    reference = weakref.ref(owner)
+
+    def weakly(*args: Any, **kwargs: Any) -> Any:
+        own = reference()
+        return own(*args, **kwargs) if method is None else method(own, *args, **kwargs)  # type: ignore[misc]
+
+    steps = known.get(owner)
+    if steps is None:
+        known[owner] = steps = {}
+    if (method, key) not in steps:
+        steps[method, key] = make(weakly)
+    return steps[method, key]
+
+
+def _run_replica(
+    collectives: ReplicaCollectives, flow: Flow | None, variables: Sequence[Any], function: Callable[[], Any]
+) -> tuple[Any, list[Any]]:
+    """Calls ``function`` with the flow's Keras variables set to these values; also returns what it assigns to them."""
+    return (function(), []) if flow is None else flow.run(collectives, variables, function)

@@ -76,16 +76,17 @@ from choros.training.keras_internals.models import (
 from choros.training.metrics import (
     as_logged,
     flat_results,
-    global_result,
     global_results,
+    merged_metrics,
     own_results,
     shared_logs,
     watch,
 )
 from choros.training.random_numbers import draw_by_rank
 from choros.training.run_callback import RunCallback
+from choros.training.tensorboard import TensorBoard
+from choros.training.thread import thread
 from choros.training.trainer import attach
-from choros.training.variables import builds_slices
 
 _log = logging.getLogger("choros")
 #: Callbacks of Keras that write files or send messages, which only one process must do.
@@ -114,7 +115,7 @@ class SynchronousTraining(Training):
         if not self._replicas.may_differ:
             return
         follow_aggregation(variable)
-        if builds_slices():  # they are different on each process
+        if thread.building_slices:  # they are different on each process
             return
         by_metric = variable.synchronization == "on_read" and not aggregates(variable)
         if in_fit() or by_metric or not has_value(variable):
@@ -154,7 +155,8 @@ class SynchronousTraining(Training):
                     f"the result() of the metric {metric.name!r} was read in a compiled function, outside of "
                     "strategy.run: there, ranks cannot exchange what they have. Read it outside of the function."
                 )
-            return global_result(metric, own)
+            with merged_metrics([metric]):
+                return own()
 
         object.__setattr__(metric, "result", result)
 
@@ -330,8 +332,11 @@ class SynchronousTraining(Training):
             )
         callbacks = list(keras.tree.flatten(given)) if given else []
         if elastic:
-            writers = [each for each in callbacks if type(each).__name__ in _WRITERS]
-            wrapped = [FirstRankCallback(each) if each in writers else each for each in callbacks]
+            # Ours counts batches on all ranks, so that the next rank 0 goes on.
+            others = [
+                each for each in callbacks if type(each).__name__ in _WRITERS and not isinstance(each, TensorBoard)
+            ]
+            wrapped = [FirstRankCallback(each) if each in others else each for each in callbacks]
             return [verbose_on_first_rank(callbacks), *wrapped]
         if self._replicas.first == 0:
             return callbacks

@@ -1,10 +1,5 @@
-"""The record of a job, for ``--report`` and ``choros top``: what its ranks did over time, and what happened.
-
-::
-
-    RankProgress frames, one a second ──┐
-    how far fit is, one a second ───────┤
-    chorosrun's messages and output ────┴──► JobRecord ──► as JSON, also while the job runs
+"""The record of a job, for ``--report`` and ``choros top``, as JSON, also while it runs: what its ranks did over time,
+how far ``fit`` is, both noted once a second, and chorosrun's messages and output.
 """
 
 import json

@@ -145,7 +145,7 @@ def _merged_timelines(output: Output) -> Iterator[None]:
             for file in sorted(files):
                 try:
                     merge_left_parts(Path(file))
-                except OSError as error:
+                except (OSError, ValueError) as error:
                     output.show(f"chorosrun: the timeline {file} cannot be written: {error}.")
 
 

@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from choros import durations
@@ -30,7 +30,7 @@ def _nvidia(driver: Path, devices: Path) -> int:
     if program is None:
         return 0
     try:
-        answer = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=10, check=False)
+        answer = ask([program, "-L"], 10)
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
@@ -46,6 +46,14 @@ def _amd(directory: Path) -> int:
             continue
         count += int(fields.get("simd_count", "0")) > 0
     return count
+
+
+def ask(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Runs a program without input, in an environment with a HOME, and for at most ``seconds``."""
+    nothing, env = subprocess.DEVNULL, with_home(os.environ)
+    return subprocess.run(
+        argv, stdin=nothing, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, env=env
+    )
 
 
 def full_name() -> str:
@@ -87,8 +95,7 @@ def detect_mpirun(path: str | None = None) -> Mpirun:
             raise ConfigError(f"--mpirun {path}: no such program.")
     found = os.path.abspath(found)
     try:
-        command, environ = [found, "--version"], with_home(os.environ)
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False, env=environ)
+        answer = ask([found, "--version"], 20)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{found} --version failed: {error}.") from error
     version = (answer.stdout or answer.stderr).strip()
@@ -112,25 +119,17 @@ def run_script(script: str) -> str:
     """Returns what ``script`` prints; a ``ConfigError`` if it cannot be run, fails, or does not end in time."""
     path = script if os.path.dirname(script) else os.path.join(os.curdir, script)
     try:
-        ended = subprocess.run(
-            [path],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=durations.DISCOVERY,
-            check=True,
-        )
+        ended = ask([path], durations.DISCOVERY)
     except OSError as error:
         raise ConfigError(f"--host-discovery-script {script}: it cannot be run: {error.strerror}.") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"--host-discovery-script {script}: it did not end within {durations.DISCOVERY:g} s."
         ) from error
-    except subprocess.CalledProcessError as error:
+    if ended.returncode:
         raise ConfigError(
-            f"--host-discovery-script {script}: it ended with exit code {error.returncode}: {error.stderr.strip()}"
-        ) from error
+            f"--host-discovery-script {script}: it ended with exit code {ended.returncode}: {ended.stderr.strip()}"
+        )
     return ended.stdout
 
 

@@ -71,7 +71,7 @@ class _Collector:
         ranks = [(str(number), rank) for number, rank in sorted([*self._record.ranks.items()])]
         for name, what, value in (
             ("choros_steps", "Training steps.", "steps"),
-            ("choros_examples", "Examples trained on.", "examples"),
+            ("choros_examples", "Examples trained on; in loops of PyTorch, batches.", "examples"),
             ("choros_pause_seconds", "Seconds between epochs.", "pausing"),
         ):
             counter = CounterMetricFamily(name, what, labels=["rank", "host"])

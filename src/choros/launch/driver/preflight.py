@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from choros import durations
 from choros.errors import HostUnreachable, LaunchError
+from choros.launch.driver.machine import ask
 from choros.launch.plan.hosts import Host
 from choros.launch.plan.job import Ssh
 
@@ -123,7 +124,7 @@ def _resolve(name: str) -> Identity:
     if _has_address(name):
         return ()
     try:
-        known = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, timeout=5, check=False).stdout
+        known = ask(["ssh", "-G", name], 5).stdout
     except (OSError, subprocess.TimeoutExpired):
         known = ""
     settings = dict(line.split(" ", 1) for line in known.splitlines() if " " in line)
@@ -144,15 +145,7 @@ def _log_in(name: str, ssh: Ssh, seconds: float) -> Identity:
     """Runs a command on ``name``; raises an ``OSError`` if that is not possible."""
     argv = [*login(ssh, seconds), name, _IDENTITY]
     try:
-        answer = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            check=False,
-        )
+        answer = ask(argv, seconds)
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"no answer within {seconds:.0f} s") from error
     if answer.returncode == 0:

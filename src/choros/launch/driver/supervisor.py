@@ -122,8 +122,7 @@ class Supervisor:
             self._loop.repeat("gate", durations.GATE_LOOK, self._mpirun.gate.look)
         self._loop.set_deadline("progress", durations.SLOW_START, lambda: self._output.show(starting))
         self._loop.set_deadline("start", self._limits.start, lambda: stop(Reason.START_TIMEOUT))
-        if self._limits.run is not None:
-            self._loop.set_deadline("run", self._limits.run, lambda: stop(Reason.TIMEOUT))
+        self._loop.set_deadline("run", self._limits.run, lambda: stop(Reason.TIMEOUT))
         end = time.monotonic() + (math.inf if self._limits.run is None else self._limits.run)
         try:
             with not_waiting(once=lambda: time.monotonic() > end or self._signals.has_more):
@@ -194,11 +193,7 @@ class Supervisor:
 
     def _write_due(self) -> None:
         self._output.write_due()
-        seconds = self._output.due_after()
-        if seconds is None:
-            self._loop.cancel("lines")
-        else:
-            self._loop.set_deadline("lines", seconds, self._write_due)
+        self._loop.set_deadline("lines", self._output.due_after(), self._write_due)
 
     def _on_start(self, frame: Start) -> None:
         if self._gate_is_open:

@@ -171,12 +171,9 @@ class WaitWatch:
         self._check_stuck(f"all ranks have called init(), and are not connected after {seconds:g} s: {cause}")
 
     def _plan_stalls(self) -> None:
-        seconds = self._waits.next_stall(time.time())
         ending = not self.killed <= self.job_end.exits.keys() or not self.job_end.missing
-        if seconds is None or ending or self.job_end.reason is not None:
-            self.loop.cancel("stall")
-        else:
-            self.loop.set_deadline("stall", seconds, self._show_stalls)
+        goes_on = not ending and self.job_end.reason is None
+        self.loop.set_deadline("stall", self._waits.next_stall(time.time()) if goes_on else None, self._show_stalls)
 
     def _show_stalls(self) -> None:
         """Shows new stalls, each in one report, and then stops the job if one is too long."""

@@ -1,12 +1,5 @@
-"""The arguments of chorosrun and choros.run; after validation they become a job and its limits.
-
-::
-
-    chorosrun   options.py ◄── the row of each field ───┐
-                    │                                   │
-                    ├──────────────────────────────► Arguments ──► Job, Limits
-                    │
-    choros.run  its signature; documentation ◄── rows
+"""The arguments of chorosrun and choros.run; after validation they become a job and its limits. Each field is a row, of
+which chorosrun's option is made (``options.py``), and the documentation of choros.run.
 """
 
 import os

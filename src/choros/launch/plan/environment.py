@@ -111,10 +111,7 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     >>> without_launchers({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "TF_CONFIG": "{}", "PATH": "/bin"})
     {'PATH': '/bin'}
     """
-    stale = {TF_CONFIG}
-    for launcher in ENVIRONMENTS:
-        stale |= {launcher.rank, launcher.size, launcher.local_rank, launcher.local_size, launcher.host_rank}
-        stale |= {launcher.host_count}
+    stale = {TF_CONFIG, *(value for launcher in ENVIRONMENTS for value in vars(launcher).values())}
     prefixes = ("OMPI_", "PMIX_", "PRTE_") if "PMIX_RANK" in environ else ()
     return {
         name: value

@@ -1,6 +1,7 @@
 """The hosts of a job: ``-H a:4,b:4`` or a host file."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,11 +117,7 @@ def ranks_per_host(hosts: Iterable[Host], size: int) -> tuple[int, ...]:
     >>> ranks_per_host(parse_hosts("a:2,b:2,c:2"), 3)
     (2, 1)
     """
-    counts = []
-    for host in hosts:
-        counts.append(min(host.slots, size))
-        size -= counts[-1]
-    return tuple(count for count in counts if count)
+    return tuple(Counter(hosts_of_ranks(hosts, size)).values())
 
 
 def hosts_of_ranks(hosts: Iterable[Host], size: int) -> tuple[str, ...]:

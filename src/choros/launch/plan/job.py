@@ -1,12 +1,4 @@
-"""A job: a command, its number of ranks, its hosts and its limits. Frozen, and validated when it is created.
-
-::
-
-    --min-np 2      -np 3       --max-np 4        of an elastic job
-        │             │             │
-        ▼             ▼             ▼
-    fewer: it ends    it starts     it grows to, on hosts with free slots
-"""
+"""A job: a command, its number of ranks, its hosts and its limits. Frozen, and validated when it is created."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +12,8 @@ from choros.settings import VARIABLES
 
 @dataclass(frozen=True)
 class Elastic:
-    """The bounds of an elastic job, the wait for hosts with slots for ``least`` ranks, and how many ``resets`` it has.
+    """The bounds of an elastic job, which ends with fewer than ``least`` ranks and grows to ``most`` on free slots, the
+    wait for hosts with slots for ``least`` ranks, and how many ``resets`` it has.
     ``script`` prints its hosts, by default with ``slots``; ``None``: they are as given. ``cooldown``: for how many
     seconds a host that has failed is left out, at first and at most; ``None``: for good.
 

@@ -82,8 +82,8 @@ def running_jobs(what: str) -> dict[int, Path]:
     return found
 
 
-def chosen_job(what: str, job: int | None, command: str) -> int:
-    """Returns the job that ``command`` means: ``job``, or the only one; a ``LaunchError`` if there is no such."""
+def chosen_job(what: str, job: int | None, command: str) -> tuple[int, Path]:
+    """Returns the job that ``command`` means, ``job`` or the only one, and its socket; a ``LaunchError`` without it."""
     jobs = running_jobs(what)
     listed = ", ".join(map(str, sorted(jobs)))
     if job is None and len(jobs) != 1:
@@ -92,15 +92,15 @@ def chosen_job(what: str, job: int | None, command: str) -> int:
     if job is not None and job not in jobs:
         which = f"those that run: {listed}" if jobs else _NO_JOB
         raise LaunchError(f"{command} {job}: {job} is not the PID of a chorosrun of yours on this host; {which}.")
-    return next(iter(jobs)) if job is None else job
+    return next(iter(jobs.items())) if job is None else (job, jobs[job])
 
 
 def answer_of(what: str, job: int | None, command: str, seconds: float) -> str:
     """Returns what ``chosen_job`` sends; a ``LaunchError`` if there is no such job, or it does not answer in time."""
-    number = chosen_job(what, job, command)
+    number, path = chosen_job(what, job, command)
     try:
-        return text_of(running_jobs(what)[number], seconds)
-    except (KeyError, OSError) as error:  # it has just ended, or is stopped
+        return text_of(path, seconds)
+    except OSError as error:  # it has just ended, or is stopped
         raise LaunchError(f"{command} {number}: chorosrun does not answer: {error}.") from error
 
 

@@ -80,11 +80,7 @@ class RankOutput:
         self._plan_due()
 
     def _plan_due(self) -> None:
-        waits = self.transcript.waits(time.monotonic())
-        if waits:
-            self.loop.set_deadline("due", min(waits), self._send_due)
-        else:
-            self.loop.cancel("due")
+        self.loop.set_deadline("due", min(self.transcript.waits(time.monotonic()), default=None), self._send_due)
 
     def _send_due(self) -> None:
         if self.is_alive():  # the last output of a rank that has ended is part of its report

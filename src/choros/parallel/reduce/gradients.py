@@ -118,8 +118,8 @@ class SparseRows:
         indices, starts = np.unique(self.indices[order], return_index=True)
         if len(indices) == len(self.indices):
             return self
-        values = np.add.reduceat(self.values[order], starts, axis=0)
-        return SparseRows(indices, values, self.shape)
+        values = np.add.reduceat(self.values[order], starts, axis=0, dtype=_wide(self.values.dtype))
+        return SparseRows(indices, values.astype(self.values.dtype, copy=False), self.shape)
 
     def __mul__(self, factor: float) -> SparseRows:
         values = np.empty_like(self.values)
@@ -275,7 +275,13 @@ def _summed(rows: SparseRows, counts: Sequence[int], ways: int) -> SparseRows:
     indices = rows.indices.reshape(ranks, count)
     if (indices != indices[0]).any():
         return rows
-    return replace(rows, indices=indices[0], values=rows.values.reshape(ranks, *rows.values[:count].shape).sum(0))
+    values = rows.values.reshape(ranks, *rows.values[:count].shape).sum(0, dtype=_wide(rows.values.dtype))
+    return replace(rows, indices=indices[0], values=values.astype(rows.values.dtype, copy=False))
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which values are added and scaled, to be rounded once."""
+    return np.result_type(dtype, np.float32)
 
 
 def _scale_into(target: Array, source: Array, scale: float) -> None:
@@ -283,5 +289,5 @@ def _scale_into(target: Array, source: Array, scale: float) -> None:
     if scale == 1.0:
         np.copyto(target, source, casting="unsafe")
     else:
-        working: Any = np.result_type(source.dtype, np.float32)
+        working: Any = _wide(source.dtype)
         np.multiply(source, working.type(scale), out=target, dtype=working, casting="unsafe")

@@ -48,9 +48,12 @@ def indices_of_groups(
         return groups or None
     index_of = {id(each): index for index, each in enumerate(trained)}
     try:
-        return tuple(tuple(index_of[id(each)] for each in group) for group in groups)
+        indices = tuple(tuple(index_of[id(each)] for each in group) for group in groups)
     except KeyError:
         raise ConfigError(f"groups contains a {kind} that the optimizer does not train: remove it.") from None
+    if sum(map(len, indices)) != len({index for group in indices for index in group}):
+        raise ConfigError(f"groups contains a {kind} twice: leave it in one group.")
+    return indices
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,12 @@ def trained_variables(optimizer: Any) -> list[Any]:
     return variables
 
 
-def note_trained_variables(optimizer: Any, variables: Iterable[Any]) -> None:
+def note_trained_variables(optimizer: Any, variables: Sequence[Any]) -> None:
     """``build`` without any state: sets what ``BaseOptimizer.build`` sets besides the variables it creates."""
-    optimizer._trainable_variables = list(variables)
-    for index, variable in enumerate(optimizer._trainable_variables):
-        optimizer._trainable_variables_indices[optimizer._var_key(variable)] = index
+    indices = {optimizer._var_key(variable): index for index, variable in enumerate(variables)}
+    # Bypasses Keras' attribute tracking: the variables are the model's.
+    object.__setattr__(optimizer, "_trainable_variables", list(variables))
+    object.__setattr__(optimizer, "_trainable_variables_indices", indices)
     optimizer.built = True
 
 
@@ -111,6 +112,12 @@ def own_variables(optimizer: Any) -> list[Any]:
 def drop_empty_gradients(optimizer: Any, gradients: Any, variables: Any) -> Any:
     """The gradients that are not ``None`` and their variables, with Keras' warnings and errors for the others."""
     return optimizer._filter_empty_gradients(gradients, variables)
+
+
+def check_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Warns of variables that have no gradient, and raises an error if none has, as Keras does."""
+    if variables:
+        BaseOptimizer._filter_empty_gradients(optimizer, gradients, variables)
 
 
 def decays(optimizer: Any, variable: Any) -> bool:
@@ -200,6 +207,14 @@ def optimizers_of(model: Any) -> list[Any]:
     for layer in layers_of(model):
         collect({name: value for name, value in vars(layer).items() if not name.startswith("_")})
     return list(found.values())
+
+
+def built_optimizers(model: Any) -> list[Any]:
+    """Those of ``optimizers_of`` that are built, as the model's own one is now."""
+    own = getattr(model, "optimizer", None)
+    if own is not None and not own.built:
+        own.build(model.trainable_variables)
+    return [each for each in optimizers_of(model) if each.built]
 
 
 def own_methods(model: Any) -> frozenset[str]:
@@ -385,9 +400,3 @@ def torch_device() -> str:
 
     device: str = get_device()
     return device
-
-
-def check_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Warns of variables that have no gradient, and raises an error if none has, as Keras does."""
-    if variables:
-        BaseOptimizer._filter_empty_gradients(optimizer, gradients, variables)

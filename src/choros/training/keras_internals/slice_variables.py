@@ -57,11 +57,6 @@ def decays_as(optimizer: Any, created: Any, variable: Any) -> None:
     optimizer._exclude_from_weight_decay_cache[optimizer._var_key(created)] = decays
 
 
-def create_padding() -> Any:
-    """Returns a variable of one item, which no model has."""
-    return keras.Variable(keras.ops.zeros((1,)), trainable=False, name="padding")
-
-
 class Outline(NamedTuple):
     """What a variable of an optimizer will be."""
 
@@ -100,13 +95,6 @@ def unbuild(optimizer: Any, first: Sequence[Any]) -> None:
     """Makes an optimizer one that is not built yet, with its ``first`` variables only."""
     for name, value in _unbuilt(first).items():
         object.__setattr__(optimizer, name, value)
-
-
-def trains(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes ``variables`` those that an optimizer trains, which is built and has another one inside."""
-    indices = {optimizer._var_key(variable): index for index, variable in enumerate(variables)}
-    object.__setattr__(optimizer, "_trainable_variables", list(variables))
-    object.__setattr__(optimizer, "_trainable_variables_indices", indices)
 
 
 def _unbuilt(first: Sequence[Any]) -> dict[str, Any]:
