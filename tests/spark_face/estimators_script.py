@@ -114,7 +114,7 @@ def keras_with_two_outputs(session, x, y, store):
 
     class Squares(keras.losses.Loss):
         def call(self, y_true, y_pred):
-            return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+            return keras.ops.mean(keras.ops.square(keras.ops.reshape(y_true, (-1, 1)) - y_pred), axis=-1)
 
     df, total, weight, held = two_outputs(session, x, y)
     terms = {"loss": ["sparse_categorical_crossentropy", Squares()], "loss_weights": [1.0, 0.01]}
