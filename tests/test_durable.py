@@ -44,6 +44,12 @@ def test_what_is_written_to_a_pipe_replaces_nothing(tmp_path: Path) -> None:
     assert os.read(reader, 100) == b"record"
     assert pipe.is_fifo()
     os.close(reader)
+    reader, writer = os.pipe()  # as of ``choros … --json /dev/stdout | jq``
+    with unfinished(f"/dev/fd/{writer}") as name:
+        name.write_text("record")
+    assert os.read(reader, 100) == b"record"
+    for each in (reader, writer):
+        os.close(each)
 
 
 def test_the_next_write_removes_what_killed_processes_have_left_and_nothing_of_living_ones(tmp_path: Path) -> None:

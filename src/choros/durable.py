@@ -45,8 +45,8 @@ def unfinished(path: str | os.PathLike[str]) -> Iterator[Path]:
     'weights'
     """
     final = followed(path)
-    if is_special(final):
-        yield final
+    if is_special(Path(path)):  # whose name behind the links may be that of no file
+        yield Path(path)
         return
     with workplace(final.parent) as directory:
         name = directory / final.name
