@@ -7,8 +7,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from choros.launch.driver.wait_watch import StackRequests, rank_report, stall_report
@@ -225,6 +227,9 @@ def test_the_stacks_of_a_shells_python():
     with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
             process.stdout.readline()
+            children = psutil.Process(process.pid).children()
+            while any(child.status() != psutil.STATUS_SLEEPING for child in children):
+                time.sleep(0.01)
             text = take_stacks(process.pid)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
