@@ -53,6 +53,20 @@ def test_many_ranks_scroll_in_a_small_window():
     assert run(check, lambda: many(64), (60, 15)) == 0
 
 
+def test_a_loop_whose_batches_have_no_number_of_examples_has_steps():
+    record = many(2)
+    for rank in record["ranks"].values():
+        rank["examples"] = list(map(float, rank["steps"]))
+
+    async def check(app, pilot):
+        lines = rows(app, "ranks")
+        assert lines[0].startswith("rank host  steps/s")
+        assert all(" 10.0 " in line for line in lines[1:])
+        await pilot.press("q")
+
+    assert run(check, lambda: record, (60, 15)) == 0
+
+
 def test_a_high_window_has_the_whole_verdict():
     async def check(app, pilot):
         head = rows(app, "head")

@@ -97,6 +97,16 @@ def working_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
     return np.dtype(np.uint8) if dtype == np.bool_ else dtype
 
 
+def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which floating-point numbers of ``dtype`` are added and scaled here, to be rounded once."""
+    return np.result_type(dtype, np.float32)
+
+
+def loses_nans(op: Reduction, dtype: np.dtype[Any]) -> bool:
+    """Whether the own reductions of MPI and Gloo may lose a NaN, or not, as ranks have it; NumPy's keep each."""
+    return op in (Reduction.MIN, Reduction.MAX) and dtype.kind == "f"
+
+
 def writer(op: Reduction, size: int) -> Callable[[NDArray[Any], NDArray[Any]], None]:
     """What writes the meaning of ``size`` ranks' reduced items, its first argument, to its second, maybe the same:
     their quotient if ``op`` is the average.

@@ -21,6 +21,7 @@ import numpy as np
 
 from choros.arrays import ArraySpec, adapter_of
 from choros.comm import Reduction, global_process_set, has_others
+from choros.comm.reduction import wide_dtype
 from choros.distribute.scope import enter_scope
 from choros.distribute.tf_functions import converted, windows_of_any_rows
 from choros.distribute.torch_objects import synchronized_torch_objects
@@ -227,7 +228,7 @@ class ProcessReplicas(Replicas):
 
         def on_host(hosts: Sequence[Any]) -> Sequence[Any]:
             (host,) = hosts
-            wide = np.result_type(host.dtype, np.float32) if is_floating(host.dtype) else None
+            wide = wide_dtype(host.dtype) if is_floating(host.dtype) else None
             total, count = host.sum(axis=axes, dtype=wide), np.asarray(math.prod(host.shape[each] for each in axes))
             if self.count > 1:
                 communicator = global_process_set.communicator

@@ -117,9 +117,14 @@ def means_of(members: Sequence[RankProgress]) -> tuple[float, float, Mapping[str
     """
     step = fmean(each.seconds / each.steps for each in members)
     examples = sum(each.examples / each.seconds for each in members)
-    if all(each.examples == each.steps for each in members):  # a loop in which the number of rows is not known
+    if not any(tells_examples(each.examples, each.steps) for each in members):
         examples = 0.0
     return step, examples, {name: fmean(_mean(each, name) for each in members) / step for name in PARTS}
+
+
+def tells_examples(examples: float, steps: float) -> bool:
+    """Whether a rank has counted examples: loops in which the number of rows is not known count one a step."""
+    return examples != steps
 
 
 def _mean(done: RankProgress, part: str) -> float:

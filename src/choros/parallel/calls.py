@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from choros.arrays import ArrayAdapter, ArrayFunction, ArraySpec, HostFunction, adapter_of
 from choros.comm import BFLOAT16, Communicator, ProcessSet, Reduction, global_process_set
-from choros.comm.reduction import working_dtype
+from choros.comm.reduction import wide_dtype
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor, check_compressor
 from choros.parallel.compression.compressor import is_floating
@@ -156,7 +156,7 @@ def _scaled(array: Array, factor: float) -> Array:
     if array.dtype == np.bool_:
         raise ConfigError("prescale_factor and postscale_factor need numbers, not booleans: cast the array first.")
     integers = array.dtype.kind in "iu"
-    work = np.dtype(np.float64) if integers else np.promote_types(working_dtype(array.dtype), np.float32)
+    work = np.dtype(np.float64) if integers else wide_dtype(array.dtype)
     scaled: Array = (array.astype(work, copy=False) * work.type(factor)).astype(array.dtype, copy=False)
     return scaled
 

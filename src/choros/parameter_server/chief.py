@@ -48,7 +48,7 @@ class Chief:
         self._start = StartJob(secrets.token_hex(8), _pickled(partition))
         self.objects = ScopeObjects()
         servers = cluster.servers(self._start.job)
-        # A server that has replied knows the job; a worker that is told of it before may be there first.
+        # A server that has replied knows the job; a worker that heard of it before may be there first.
         servers.request("pull", dict.fromkeys(range(len(servers)), (0, False)))
         self.session = ServerSession(self.objects, servers, partition)
         self._queue = ClosureQueue(Clocks(max_staleness), cluster.start_seconds)

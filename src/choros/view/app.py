@@ -144,15 +144,19 @@ def ranks_text(view: JobView, width: int) -> Text:
     number = max((4, *(len(str(rank.number)) for rank in view.ranks)))
     left = width - number - 1 - _RATE_CELLS - _NUMBER_CELLS - 11
     hosts = hosts if left - hosts >= 20 else 0
-    most = max((rank.examples_per_second for rank in view.ranks), default=0.0) or 1.0
+    by_steps = view.steps_per_second > 0 and view.examples_per_second == 0  # examples are not counted
+    unit = "steps/s" if by_steps else "examples/s"
+    rates = [rank.steps_per_second if by_steps else rank.examples_per_second for rank in view.ranks]
+    most = max(rates, default=0.0) or 1.0
     signs = [f"{_STYLES[name][0]} {shown}" for name, shown in PARTS.items() if _is_spent(view, name)]
-    heading = f"{'rank':{number}} {'host':{hosts}.{hosts}}{'examples/s':<{_RATE_CELLS + _NUMBER_CELLS + 1}} "
+    heading = f"{'rank':{number}} {'host':{hosts}.{hosts}}{unit:<{_RATE_CELLS + _NUMBER_CELLS + 1}} "
     legend = Text(heading if len(heading) + len(" ".join(signs)) <= width else "rank ")
     legend.append(" ".join(signs))
     for name, shown in PARTS.items():
         legend.highlight_words([f"{_STYLES[name][0]} {shown}"], _STYLES[name][2:])
     lines = [legend]
-    lines += [_rank_text(rank, number, hosts, rank.examples_per_second / most, left - hosts) for rank in view.ranks]
+    for rank, each in zip(view.ranks, rates, strict=True):
+        lines.append(_rank_text(rank, number, hosts, each, each / most, left - hosts))
     return Text("\n").join(lines)
 
 
@@ -160,10 +164,10 @@ def _is_spent(view: JobView, name: str) -> bool:
     return any(rank.shares is not None and rank.shares[name] >= 0.005 for rank in view.ranks)
 
 
-def _rank_text(rank: RankView, number: int, hosts: int, share: float, width: int) -> Text:
+def _rank_text(rank: RankView, number: int, hosts: int, per_second: float, share: float, width: int) -> Text:
     line = Text(f"{rank.number:>{number}} {rank.host:{hosts}.{hosts}}")
     line.append(bar(share, _RATE_CELLS), style="cyan")
-    line.append(f" {rate(rank.examples_per_second):>{_NUMBER_CELLS}} ")
+    line.append(f" {rate(per_second):>{_NUMBER_CELLS}} ")
     for name, count in cells(rank.shares, width).items() if rank.shares else ():
         line.append(_STYLES[name][0] * count, style=_STYLES[name][2:])
     if not rank.shares:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from choros import durations
+from choros.observe.verdict import tells_examples
 
 #: The parts of a rank's time, by their names in the record, as they are shown.
 PARTS = {
@@ -98,7 +99,7 @@ def _rank_of(number: int, rank: Record, earlier: Record | None, newest: float) -
     whole = {name: rank[name][-1] for name in names}
     done = {name: whole[name] - before[name] for name in names}
     elapsed = times[-1] - began
-    if whole["examples"] == whole["steps"]:  # as in the verdict: a loop in which the number of rows is not known
+    if not tells_examples(whole["examples"], whole["steps"]):
         done["examples"] = 0.0
     runs = elapsed > 0 and newest - times[-1] < durations.VIEW_RECENT
     return RankView(

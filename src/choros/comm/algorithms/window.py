@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from choros.comm.algorithms.shared_memory import share
 from choros.comm.primitives import CHUNK_BYTES
-from choros.comm.reduction import UFUNCS, Reduction
+from choros.comm.reduction import UFUNCS, Reduction, loses_nans
 from choros.comm.waiting import LongWait, wait_until
 from choros.topology import shard_range
 
@@ -87,15 +87,14 @@ def flat_allreduce(comm: MPI.Intracomm, buffer: NDArray[Any], op: Reduction) -> 
     """MPI's allreduce, in place: for small messages, for arrays that are large or not in shared memory, and between
     hosts. In chunks, as Open MPI moves 64 MiB in a third of the time of one call.
     """
-    items, numbers = CHUNK_BYTES // buffer.itemsize, buffer
-    loses_nans = op in (Reduction.MIN, Reduction.MAX) and buffer.dtype.kind == "f"
-    if loses_nans:  # or not, as ranks have them: in whole numbers, which compare as these, it is beyond all others
+    items, numbers, reordered = CHUNK_BYTES // buffer.itemsize, buffer, loses_nans(op, buffer.dtype)
+    if reordered:  # in whole numbers, which compare as these, a NaN is beyond all others
         np.copysign(buffer, -1.0 if op is Reduction.MIN else 1.0, out=buffer, where=np.isnan(buffer))
         numbers = buffer.view(f"i{buffer.itemsize}")
         _reorder(numbers)
     for start in range(0, buffer.size, items):
         comm.Allreduce(MPI.IN_PLACE, numbers[start : start + items], OPS[op])
-    if loses_nans:
+    if reordered:
         _reorder(numbers)
 
 

@@ -19,7 +19,7 @@ from choros.comm.communicator import Communicator
 from choros.comm.fusion import chunk_bytes
 from choros.comm.peers import PeerWatch
 from choros.comm.primitives import Array
-from choros.comm.reduction import UFUNCS, Reduction
+from choros.comm.reduction import UFUNCS, Reduction, loses_nans
 from choros.comm.request import caller
 from choros.errors import EngineUnavailable
 from choros.settings import VARIABLES, current
@@ -120,8 +120,7 @@ class TorchCommunicator(Communicator):
         return table.reshape(self.size, 2)
 
     def _allreduce(self, buffer: Array, op: Reduction) -> None:
-        loses_nans = op in (Reduction.MIN, Reduction.MAX) and buffer.dtype.kind == "f"
-        if buffer.dtype in _GLOO_DTYPES and not loses_nans:
+        if buffer.dtype in _GLOO_DTYPES and not loses_nans(op, buffer.dtype):
             self._wait("allreduce", lambda: self._group.allreduce([torch.from_numpy(buffer)], allreduce_options(op)))
             return
         shares = [shard_range(buffer.size, rank, self.size) for rank in range(self.size)]

@@ -332,11 +332,13 @@ class SynchronousTraining(Training):
             )
         callbacks = list(keras.tree.flatten(given)) if given else []
         if elastic:
-            # Ours counts batches on all ranks, so that the next rank 0 goes on.
-            others = [
-                each for each in callbacks if type(each).__name__ in _WRITERS and not isinstance(each, TensorBoard)
+            # Our TensorBoard writes on rank 0 by itself, and counts batches on all, so that the next rank 0 goes on.
+            wrapped = [
+                FirstRankCallback(each)
+                if type(each).__name__ in _WRITERS and not isinstance(each, TensorBoard)
+                else each
+                for each in callbacks
             ]
-            wrapped = [FirstRankCallback(each) if each in others else each for each in callbacks]
             return [verbose_on_first_rank(callbacks), *wrapped]
         if self._replicas.first == 0:
             return callbacks

@@ -28,6 +28,7 @@ import numpy as np
 from choros.arrays import adapter_of
 from choros.comm import Communicator
 from choros.comm.fusion import WireDtype, aligned_empty, regrouped
+from choros.comm.reduction import wide_dtype
 from choros.parallel.reduce.exchange import Array, Exchange
 
 DType = np.dtype[np.generic]
@@ -118,7 +119,7 @@ class SparseRows:
         indices, starts = np.unique(self.indices[order], return_index=True)
         if len(indices) == len(self.indices):
             return self
-        values = np.add.reduceat(self.values[order], starts, axis=0, dtype=_wide(self.values.dtype))
+        values = np.add.reduceat(self.values[order], starts, axis=0, dtype=wide_dtype(self.values.dtype))
         return SparseRows(indices, values.astype(self.values.dtype, copy=False), self.shape)
 
     def __mul__(self, factor: float) -> SparseRows:
@@ -275,13 +276,8 @@ def _summed(rows: SparseRows, counts: Sequence[int], ways: int) -> SparseRows:
     indices = rows.indices.reshape(ranks, count)
     if (indices != indices[0]).any():
         return rows
-    values = rows.values.reshape(ranks, *rows.values[:count].shape).sum(0, dtype=_wide(rows.values.dtype))
+    values = rows.values.reshape(ranks, *rows.values[:count].shape).sum(0, dtype=wide_dtype(rows.values.dtype))
     return replace(rows, indices=indices[0], values=values.astype(rows.values.dtype, copy=False))
-
-
-def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which values are added and scaled, to be rounded once."""
-    return np.result_type(dtype, np.float32)
 
 
 def _scale_into(target: Array, source: Array, scale: float) -> None:
@@ -289,5 +285,5 @@ def _scale_into(target: Array, source: Array, scale: float) -> None:
     if scale == 1.0:
         np.copyto(target, source, casting="unsafe")
     else:
-        working: Any = _wide(source.dtype)
+        working: Any = wide_dtype(source.dtype)
         np.multiply(source, working.type(scale), out=target, dtype=working, casting="unsafe")
