@@ -231,6 +231,21 @@ def test_ranks_leave_in_order_though_another_is_lost_at_the_end():
     assert (ended.code, "Exception ignored" in ended.err) == (0, False), ended.err
 
 
+def test_an_average_of_sparse_gradients_is_divided_by_the_ranks_that_are_left():
+    script = """
+import os, signal, torch, choros.torch as hvd
+from choros.comm import global_process_set
+hvd.init()
+rows = torch.sparse_coo_tensor([[hvd.rank()]], [[6.0]], (3, 1))
+if hvd.rank() == 2:
+    global_process_set.communicator.grouped_allgather = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+print(hvd.allreduce(rows).to_dense().flatten().tolist(), flush=True)
+"""
+    ended = run("-np", 3, "--min-np", 2, "--reset-limit", 0, sys.executable, "-c", script, env=TORCH)
+    assert ended.code == 0, ended.err
+    assert ended.out.count("[3.0, 3.0, 0.0]") == 2, ended.out
+
+
 def test_a_job_with_too_few_ranks_ends_with_a_clear_error():
     ended = run("-np", 4, "--min-np", 3, sys.executable, HERE / "collectives_script.py", 0)
     assert ended.code == 69

@@ -40,7 +40,7 @@ class Network:
 
 
 @contextmanager
-def several_hosts(directory, count=2):
+def several_hosts(directory, count=2, only_ipv6=False):
     """A block in which ``count`` hosts exist; skips the test where they cannot be created."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
@@ -49,20 +49,21 @@ def several_hosts(directory, count=2):
     number = free_number()
     name, bridge = f"ch{number}", f"chb{number}"
     namespaces = tuple(f"{name}-{host}" for host in range(1, count + 1))
+    network, bits, options = (f"fd77:{number}::", "64", ["nodad"]) if only_ipv6 else (f"10.77.{number}.", "24", [])
+    addresses = tuple(f"{network}1{host}" for host in range(1, count + 1))
     try:
-        ip("addr", "add", f"10.77.{number}.1/24", "dev", bridge)
+        ip("addr", "add", f"{network}1/{bits}", "dev", bridge, *options)
         ip("link", "set", bridge, "up")
-        for host, namespace in enumerate(namespaces, 1):
+        for host, (namespace, address) in enumerate(zip(namespaces, addresses, strict=True), 1):
             ip("netns", "add", namespace)
             ip("link", "add", f"{name}v{host}", "type", "veth", "peer", "name", "eth0", "netns", namespace)
             ip("link", "set", f"{name}v{host}", "master", bridge, "up")
-            ip("-n", namespace, "addr", "add", f"10.77.{number}.1{host}/24", "dev", "eth0")
+            ip("-n", namespace, "addr", "add", f"{address}/{bits}", "dev", "eth0", *options)
             ip("-n", namespace, "link", "set", "eth0", "up")
             ip("-n", namespace, "link", "set", "lo", "up")
         reach, log = directory / "reach", directory / "log"
         reach.write_text(REACH.format(name=name, log=log))
         reach.chmod(0o755)
-        addresses = tuple(f"10.77.{number}.1{host}" for host in range(1, count + 1))
         yield Network(addresses, reach, log, namespaces, tuple(f"{name}v{host}" for host in range(1, count + 1)))
     finally:
         # The links first: with a namespace they would go later, and the next hosts may have their names.

@@ -90,10 +90,10 @@ def indexed_job(index):
 
 
 @contextmanager
-def several_pods(directory, count, environ=indexed_job):
+def several_pods(directory, count, environ=indexed_job, **network):
     """A block with so many pods, none of which is started; skips the test where there can be none."""
-    with several_hosts(directory, count) as network, tempfile.TemporaryDirectory(prefix="pods-") as temporary:
-        pods = Pods(network, directory, temporary, environ)
+    with several_hosts(directory, count, **network) as hosts, tempfile.TemporaryDirectory(prefix="pods-") as temporary:
+        pods = Pods(hosts, directory, temporary, environ)
         try:
             yield pods
         finally:

@@ -36,8 +36,8 @@ ELASTIC = ("-np", 3, "--min-np", 2)
 
 
 @pytest.fixture
-def pods(tmp_path):
-    with several_pods(tmp_path, 3) as pods:
+def pods(tmp_path, request):
+    with several_pods(tmp_path, 3, **getattr(request, "param", {})) as pods:
         yield pods
 
 
@@ -82,6 +82,7 @@ def test_the_first_pod_is_waited_for(pods):
     assert pods.codes() == [0, 0], pods.logs()
 
 
+@pytest.mark.parametrize("pods", [{}, {"only_ipv6": True}], indirect=True, ids=["IPv4", "IPv6"])
 def test_a_pod_that_is_killed_comes_back(pods, tmp_path):
     loop = "    while state.step < 40:\n"
     assert loop in TRAINS

@@ -45,7 +45,7 @@ def until(condition):
 def test_an_elastic_job_begins_with_fewer_hosts(make):
     """All others are at one address here, so that they are one host."""
     hub, arguments = make(size=4), Arguments(num_proc=4, min_num_proc=2)
-    with closing(agent(hub, AgentReady(2, 2))):
+    with closing(agent(hub, AgentReady(2, 2, "c"))):
         until(lambda: len(hub.hosts) == 2)
         hub.wait(4, 2, 0.1, print)
         named = hub.named(arguments)
@@ -54,17 +54,17 @@ def test_an_elastic_job_begins_with_fewer_hosts(make):
 
 def test_a_host_whose_agent_has_gone_is_waited_for(make):
     hub = make(size=2)
-    agent(hub, AgentReady(1, 1)).close()
+    agent(hub, AgentReady(1, 1, "b")).close()
     until(lambda: len(hub.hosts) == 2 and len(hub._present) == 1)
     with pytest.raises(HostUnreachable, match=r"1 of 2 hosts of a cluster did not come within"):
         hub.wait(2, None, 0.1, print)
-    with closing(agent(hub, AgentReady(1, 1))):
+    with closing(agent(hub, AgentReady(1, 1, "b"))):
         hub.wait(2, None, 20, print)
 
 
 def test_a_host_that_has_started_anew_is_one_host(make):
     hub = make()
-    with closing(agent(hub, AgentReady(1, 2))), closing(agent(hub, AgentReady(5, 3))):
+    with closing(agent(hub, AgentReady(1, 2, "b"))), closing(agent(hub, AgentReady(5, 3, "f"))):
         until(lambda: [host.slots for host in hub.hosts] == [1, 3])
         told = agent(hub, HostSlots({0: 4, 5: 2}))
         assert told.receive() is None

@@ -44,7 +44,7 @@ from choros.observe import events
 from choros.observe.events import Event, Kind
 from choros.topology import Master, Topology
 from choros.transport.address import LOOPBACK, Location, address_towards, is_loopback, outward_address, this_host
-from choros.transport.channel import Channel, ChannelClosed, Unreachable, connect, connect_within
+from choros.transport.channel import Channel, ChannelClosed, Unreachable, connect, connect_within, listen
 from choros.transport.listener import Listener
 from choros.transport.secret import Key, rank_key, secret_in
 
@@ -268,7 +268,7 @@ def store_over(control: Communicator, seconds: float) -> tuple[dist.Store, Signa
     text = np.zeros(_TEXT_BYTES, np.uint8)
     if control.rank == 0:
         # If all ranks are on one host, other hosts must not be able to connect.
-        listening = socket.create_server((LOOPBACK if (hosts == hosts[0]).all() else outward_address(), 0))
+        listening = listen(LOOPBACK if (hosts == hosts[0]).all() else outward_address())
         secret = secrets.token_bytes(32)
         encoded = json.dumps([*listening.getsockname()[:2], secret.hex()]).encode()
         _Values(control.size).listen(listening, Key(secret))
@@ -317,17 +317,16 @@ def _signatures(store: dist.Store) -> Signatures:
 def _listening(master: Master) -> socket.socket:
     """A socket that listens only at ``master``, or at all addresses if other ranks could otherwise not connect."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(master.host, master.port, type=socket.SOCK_STREAM)[0]
-        host = str(address[0])
+        host = str(socket.getaddrinfo(master.host, master.port, type=socket.SOCK_STREAM)[0][4][0])
         # This host's own name may be loopback here, and another address on other hosts.
         own_name = is_loopback(host) and not (is_loopback(master.host) or master.host == "localhost")
         try:
-            return socket.create_server(("" if own_name else host, master.port), family=family)
+            return listen("" if own_name else host, master.port)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
         # The address belongs to a proxy of this host, such as a Kubernetes service.
-        return socket.create_server(("", master.port), family=family)
+        return listen("", master.port)
     except OSError as error:
         raise EngineUnavailable(
             f"rank 0 cannot listen at {master}, where the ranks connect: {error}. Give it a free port, by MASTER_PORT "
@@ -349,8 +348,7 @@ def _published(master: Master, topology: Topology, address: str, key: Key, secon
                 address = LOOPBACK
             elif is_loopback(address):
                 address = outward_address()
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listening = socket.create_server((address, 0), family=family)
+            listening = listen(address)
             _Values(topology.size).listen(listening, key)
             board.set(name, str(Master(address, listening.getsockname()[1])))
         return str(board.get(name).decode())

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from choros import durations
 from choros.launch.driver.preflight import ask_all
+from choros.transport.channel import listen
 
 
 class Target(NamedTuple):
@@ -31,9 +32,7 @@ class Target(NamedTuple):
 def listening() -> Iterator[tuple[int, str]]:
     """A block in which all who connect to a port get a secret: the port, and the secret."""
     secret = secrets.token_hex(8)
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=128) as server:
+    with listen("") as server:
         with suppress(RuntimeError):  # too many threads: others do not reach this machine
             threading.Thread(target=_answer, args=(server, secret.encode()), daemon=True).start()
         yield server.getsockname()[1], secret

@@ -16,6 +16,7 @@ minima, maxima, products and Adasum is not the derivative; a reducescatter with 
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -126,7 +127,6 @@ def _gather_rows(rows: tuple[Any, Any, Any], call: CollectiveCall) -> Any:
     indices, values, shape = rows
     adapter = adapter_of(values)
     dtype = adapter.spec(values).dtype
-    factor = call.scale / (call.communicator.size if call.op is Reduction.AVERAGE else 1)
     if not is_floating(dtype):
         if call.scale != 1.0:
             raise UnsupportedError(
@@ -134,14 +134,17 @@ def _gather_rows(rows: tuple[Any, Any, Any], call: CollectiveCall) -> Any:
             )
         if call.op is Reduction.AVERAGE:
             dtype = np.dtype(np.float32 if dtype.itemsize <= 2 else np.float64)
-            values = adapter.cast(values, dtype)
-    if factor != 1.0:
-        values = values * factor
+    elif call.scale != 1.0:
+        values = values * call.scale
     wire = call.compression.row_dtype(dtype)
-    values = allgather(adapter.cast(values, wire), name=call.name, process_set=call.process_set)
-    of_indices = f"indices of {call.name}" if call.name else None
-    indices = allgather(indices, name=of_indices, process_set=call.process_set)
-    return adapter.from_rows(indices, adapter.cast(values, dtype), shape)
+    sent = [adapter.cast(values, wire), indices]
+    specs = [ArraySpec((None, *adapter.spec(each).shape[1:]), adapter.spec(each).dtype) for each in sent]
+    gathering = replace(call, collective="grouped_allgather")
+    values, indices, size = _allgather_along(gathering, sent, specs, 0, [None, None], with_size=True)
+    values = adapter.cast(values, dtype)
+    if call.op is Reduction.AVERAGE:
+        values = values / adapter.cast(size, dtype)
+    return adapter.from_rows(indices, values, shape)
 
 
 def allgather(value: Any, *, axis: int = 0, **options: Unpack[Options]) -> Any:
@@ -189,8 +192,11 @@ def _allgather_along(
     axis: int,
     totals: Sequence[int | None],
     factor: float = 1.0,
+    with_size: bool = False,
 ) -> list[Any]:
-    """``call`` with ``arrays``: ``totals`` are known extents along ``axis``, ``factor`` the gradient's."""
+    """``call`` with ``arrays``: ``totals`` are known extents along ``axis``, ``factor`` the gradient's; ``with_size``:
+    and the number of ranks, after those that were lost in it.
+    """
     adapter = adapter_of(arrays[0])
     extents = [
         adapter.extent(array, axis) if spec.shape[axis] is None else spec.shape[axis]
@@ -199,9 +205,12 @@ def _allgather_along(
 
     def gather(hosts: Sequence[Array]) -> Sequence[Array]:
         rows = [np.ascontiguousarray(np.moveaxis(host, axis, 0)) for host in hosts]
-        return [np.ascontiguousarray(np.moveaxis(array, 0, axis)) for array in call.run(rows)]
+        gathered = [np.ascontiguousarray(np.moveaxis(array, 0, axis)) for array in call.run(rows)]
+        return [*gathered, np.array(call.communicator.size)] if with_size else gathered
 
     def backward(gradients: Sequence[Any]) -> Sequence[Any]:
+        gradients = gradients[: len(arrays)]
+
         def reduced(indices: list[int]) -> list[Any]:
             given, own = [gradients[index] for index in indices], [extents[index] for index in indices]
             return [times(each, factor) for each in _reduce_own_rows(call.of_gradient(), given, own, axis)]
@@ -211,6 +220,7 @@ def _allgather_along(
     outputs = [
         ArraySpec(_replaced(spec.shape, axis, total), spec.dtype) for spec, total in zip(specs, totals, strict=True)
     ]
+    outputs += [ArraySpec((), np.dtype(np.int64))] if with_size else []
     return on_host(adapter, gather, arrays, outputs, backward)
 
 

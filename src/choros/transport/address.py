@@ -78,7 +78,12 @@ def address_towards(other: str) -> str:
 def outward_address() -> str:
     """Returns an address to publish: ``GLOO_SOCKET_IFNAME``'s, the host name's, or any non-loopback; else loopback."""
     interfaces = {
-        name: [address.address for address in addresses if address.family == socket.AF_INET]
+        name: [
+            each.address
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for each in addresses
+            if each.family == family and "%" not in each.address  # of one link only
+        ]
         for name, addresses in psutil.net_if_addrs().items()
     }
     try:

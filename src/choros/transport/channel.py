@@ -37,6 +37,7 @@ from choros import durations
 from choros.errors import EngineError
 from choros.topology import split_address
 from choros.transport.handshake import Cut, Seal, offer_proof
+from choros.transport.peers import plain_address
 from choros.transport.secret import Key
 from choros.transport.silence import fell_silent, watch_for_silence
 
@@ -90,12 +91,12 @@ class Channel:
     @property
     def own_address(self) -> str:
         """The IP address of this end."""
-        return str(self._end.getsockname()[0])
+        return plain_address(self._end.getsockname()[0])
 
     @property
     def peer_address(self) -> str:
         """The IP address of the other end."""
-        return str(self._end.getpeername()[0])
+        return plain_address(self._end.getpeername()[0])
 
     def fileno(self) -> int:
         """The descriptor: readable when at least a part of a message has arrived, or when the peer is gone."""
@@ -250,8 +251,14 @@ def listen_at(address: str) -> socket.socket:
             raise
         return listening
     host, port = split_address(address)
-    family, *_, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(resolved[:2], family=family, backlog=_BACKLOG)
+    return listen(str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port)
+
+
+def listen(ip: str, port: int = 0) -> socket.socket:
+    """Returns a socket that listens at the address ``ip`` of this host, at all of its addresses if that is empty."""
+    dual = not ip and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in ip else socket.AF_INET
+    return socket.create_server((ip, port), family=family, dualstack_ipv6=dual, backlog=_BACKLOG)
 
 
 def connect_within(address: str, seconds: float, pause: float = durations.ENDPOINT_LOOK) -> socket.socket:

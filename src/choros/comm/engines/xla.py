@@ -24,7 +24,7 @@ from choros.comm.communicator import Communicator
 from choros.comm.engines.local import LocalCommunicator
 from choros.comm.request import Request
 from choros.errors import ConfigError, EngineError, EngineUnavailable
-from choros.topology import Topology
+from choros.topology import Master, Topology
 from choros.transport.address import LOOPBACK, outward_address
 
 #: The first version that can run without its preemption service.
@@ -154,7 +154,7 @@ def _agreed_address(communicator: Communicator, position: Topology) -> str:
         host = LOOPBACK if position.local_size == position.size else outward_address()
         with socket.socket() as probe:
             probe.bind(("", 0))
-            mine = os.environ.get("JAX_COORDINATOR_ADDRESS") or f"{host}:{probe.getsockname()[1]}"
+            mine = os.environ.get("JAX_COORDINATOR_ADDRESS") or str(Master(host, probe.getsockname()[1]))
         text[: len(mine)] = np.frombuffer(mine.encode(), np.uint8)
     return communicator.broadcast(text, 0, name="address of jax.distributed").tobytes().rstrip(b"\0").decode()
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -32,6 +33,7 @@ from choros.launch.processes.process_tree import (
     set_option,
     signal_group,
 )
+from choros.topology import Master
 from choros.topology.clusters import ClusterHost
 from choros.transport.channel import Channel, ChannelClosed, Unreachable, connect
 from choros.transport.secret import job_key
@@ -47,14 +49,14 @@ def serve_host(cluster: ClusterHost, slots: int, seconds: float, show: Callable[
     """Runs the ranks of this host, with ``slots``, for the chorosrun on the first one, which must come within
     ``seconds``; returns the job's exit code. ``PeerLostError``: that chorosrun has gone.
     """
-    address = f"{cluster.first}:{cluster.port}"
+    address = str(Master(cluster.first, cluster.port))
     hub = _connected(cluster, address, seconds, show)
     set_option(CHILD_SUBREAPER, 1)  # mpirun's daemon leaves its parent
     commands = _Commands(hub, without_launchers(os.environ))
     for number in _LEAVES:
         signal.signal(number, lambda *_: commands.leave())
     try:
-        hub.send(AgentReady(cluster.index, slots))
+        hub.send(AgentReady(cluster.index, slots, socket.getfqdn()))
         show(f"chorosrun: this host runs ranks for chorosrun on {cluster.first}, which shows what they print.")
         while not isinstance(message := hub.receive(), JobOver):
             commands.obey(message)

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import socket
 import stat
 import sys
 import threading
@@ -32,7 +31,7 @@ from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.hosts import Host, total_slots
 from choros.launch.processes.directories import SESSION, Directory, remove_owned, temporary
 from choros.topology.clusters import ClusterHost
-from choros.transport.channel import Channel, ChannelClosed
+from choros.transport.channel import Channel, ChannelClosed, listen
 from choros.transport.listener import Listener
 from choros.transport.secret import job_key
 
@@ -65,7 +64,7 @@ class Hub:
         self._closed = False
         key = job_key(environ, [f"{self._own.name}:{cluster.port or 1}"])
         try:
-            listening = socket.create_server(("", cluster.port))
+            listening = listen("", cluster.port)
         except OSError as error:
             raise LaunchError(
                 f"chorosrun cannot listen at port {cluster.port}, where the other hosts of {cluster.name} look for it "
@@ -175,7 +174,8 @@ class Hub:
                 channel.send(None)
 
     def _serve_agent(self, channel: Channel, ready: AgentReady) -> None:
-        host = Host(channel.peer_address, ready.slots)
+        address = channel.peer_address
+        host = Host(ready.name if ":" in address else address, ready.slots)  # mpirun would cut an IPv6 address
         with self._changed:
             # One that has started anew may have another number.
             self._hosts = {index: each for index, each in self._hosts.items() if each.name != host.name}

@@ -13,10 +13,11 @@ HOST_LEAVES = "host leaves"
 
 @dataclass(frozen=True)
 class AgentReady:
-    """An agent's first message: host number ``index``, with ``slots``, is there."""
+    """An agent's first message: host number ``index``, with ``slots``, is there; ``name``: its own."""
 
     index: int
     slots: int
+    name: str
 
 
 @dataclass(frozen=True)
