@@ -29,7 +29,6 @@ _CALLER = 4
 _created = itertools.count()
 
 
-@final
 class GradientHook:
     """Reduces one optimizer's gradients before its steps, if not ``skipping``; ``number``: those created before it.
     ``sliced``: what else happens in a step if each rank has a slice of the optimizer's state.
@@ -40,7 +39,7 @@ class GradientHook:
     def __init__(self, exchange: BackwardExchange | None, sliced: SlicedStep | None = None) -> None:
         self.exchange = exchange
         self._sliced = sliced
-        self.process_set = None if exchange is None else exchange.reducer.config.process_set
+        self.process_set: Any = None if exchange is None else exchange.reducer.config.process_set
         self.skipping = False
         self.number = next(_created)
         self._reduced = self._dropped = False
@@ -172,7 +171,7 @@ class GradientHook:
 
 
 @final
-class ChangeHook:
+class ChangeHook(GradientHook):
     """Adasum: each rank makes a step of its own, and ranks combine the changes of their parameters.
 
     ::
@@ -180,23 +179,13 @@ class ChangeHook:
         parameters ──step with this rank's gradients──► change ──Adasum of all ranks'──► parameters + combined change
     """
 
-    pending = False
-    skipping = False
-    exchange = None
     shares_state = False
-    takes_steps = True
 
     def __init__(self, compression: Compressor, process_set: ProcessSet) -> None:
+        super().__init__(None)
         self.process_set = process_set
-        self.number = next(_created)
         self._compression = compression
         self._before: list[tuple[Any, Any]] = []
-
-    def drop_gradients(self) -> None:
-        """Nothing: no hook counts backward passes."""
-
-    def reduce(self, optimizer: Any) -> None:
-        """Nothing: gradients are those of this rank."""
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps the parameters."""
@@ -221,12 +210,6 @@ class ChangeHook:
     def abandon_step(self) -> None:
         """Forgets the parameters before a step that is not made."""
         self._before = []
-
-    def participate(self, optimizer: Any, parts: dict[Request, Callable[[Sequence[int]], None]]) -> None:
-        """Nothing: what ranks combine says how."""
-
-    def set_micro_batches(self, passes: int) -> None:
-        """Nothing: autograd sums the gradients of backward passes until the step."""
 
 
 def is_within_step(optimizer: Any) -> bool:
