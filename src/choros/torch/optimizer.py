@@ -34,6 +34,7 @@ from choros.torch.sliced_state import slice_state, slices_of, whole_state
 from choros.torch.sliced_step import SlicedStep
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
 from choros.torch.step_hooks import ChangeHook, GradientHook, is_within_step
+from choros.training.replaced import derived
 
 T = TypeVar("T")
 _ATTRIBUTE = "_choros_gradient_hook"
@@ -317,9 +318,7 @@ def join(device: int = -1) -> int:
 
 def _wrap(optimizer: Any, hook: GradientHook) -> Any:
     time_data_loaders()
-    base = type(optimizer)
-    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    optimizer.__class__ = type(base.__name__, (_HorovodMethods, base), namespace)
+    optimizer.__class__ = derived(type(optimizer), _HorovodMethods)
     setattr(optimizer, _ATTRIBUTE, hook)
 
     def before(stepped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
