@@ -83,7 +83,7 @@ from choros.training.metrics import (
     watch,
 )
 from choros.training.random_numbers import draw_by_rank
-from choros.training.run_callback import RunCallback
+from choros.training.run_state import RunCallback
 from choros.training.tensorboard import TensorBoard
 from choros.training.thread import thread
 from choros.training.trainer import attach
