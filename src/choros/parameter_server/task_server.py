@@ -101,7 +101,8 @@ def _run_functions(server: JobServer, chief: Channel, start: StartJob) -> None:
     # On JAX, a step that waits for the servers in a callback holds threads of XLA's pool.
     worker = Worker(server.cluster, _exclusive if keras.backend.backend() == "jax" else nullcontext())
     try:
-        with server.job(start.job):
+        job, _ = start
+        with server.job(job):
             ParameterServerStrategy.of_worker(worker)
             worker.run(chief, start)
     except EngineError as error:
