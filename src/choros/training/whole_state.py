@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Request
-from choros.parallel.reduce.slices import LOADED, check_loaded
+from choros.parallel.reduce.slices import LOADED, check_loaded, gather_parts
 from choros.training.host_gradients import FLAG, keras_arrays
 from choros.training.keras_internals.models import innermost
 from choros.training.keras_internals.slice_variables import Outline, building, outline, outline_of
@@ -180,25 +180,12 @@ class WholeState:
     def exchange(self, number: int) -> NDArray[np.uint8]:
         """This rank's part in gathering a slot: of each slice, one rank sends the items."""
         slot, slices = self.slots.whole[number], self.slices
-        index, communicator = cast(int, slot.index), slices.process_set.communicator
-        senders = slices.holders.senders(communicator.launched)
-        items = math.prod(slot.outline.shape)
-        width = np.dtype(slot.outline.dtype).itemsize
-        sizes = [
-            (stop - start if slices.by_item else items * (stop > start)) * width for start, stop in slices.ranges[index]
-        ]
-        order = sorted(range(len(senders)), key=senders.__getitem__)
-        values = [self._value(slot, each) for each in order if senders[each] == communicator.rank]
-        own = [value.reshape(-1).view(np.uint8) for value in values if value is not None]
-        counts = [0] * communicator.size
-        for size, sender in zip(sizes, senders, strict=True):
-            counts[sender] += size
-        received = communicator.gather_bytes(np.concatenate([*own, np.empty(0, np.uint8)]), counts)
-        if order == [*range(len(order))]:
-            return received
-        ends = np.cumsum([sizes[each] for each in order])
-        parts = {each: received[end - sizes[each] : end] for each, end in zip(order, ends, strict=True)}
-        return np.concatenate([parts[each] for each in range(len(order))])
+
+        def part(number: int) -> NDArray[np.uint8]:
+            value = self._value(slot, number)
+            return np.empty(0, np.uint8) if value is None else value.reshape(-1).view(np.uint8)
+
+        return np.concatenate(gather_parts(slices.process_set.communicator, slices.holders, part))
 
     def receive(self, root_rank: int) -> None:
         """Gives each rank its part of the whole state that ``root_rank`` was given, if it was; all ranks call it.
