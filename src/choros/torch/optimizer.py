@@ -31,9 +31,8 @@ from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.settings import current
 from choros.torch.division import trained
 from choros.torch.sliced_state import slice_state, slices_of, whole_state
-from choros.torch.sliced_step import SlicedStep
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
-from choros.torch.step_hooks import ChangeHook, GradientHook, is_within_step
+from choros.torch.step_hooks import ChangeHook, GradientHook, SlicedStep, is_within_step
 from choros.training.replaced import derived
 
 T = TypeVar("T")
