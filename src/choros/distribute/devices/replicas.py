@@ -11,7 +11,7 @@
     in step:  all_reduce = psum       in merge_call:  reduce = psum, in the same step
 
 Numbers and arrays in the arguments are traced; all others are constants of the step, compiled once for each
-function, structure and shapes; Keras variables are its inputs and outputs (``keras_flow.py``). Per-replica values are
+function, structure and shapes; Keras variables are its inputs and outputs (``training.py``). Per-replica values are
 one array that is sharded over the devices::
 
     PerReplica(a, b), a and b of shape (3, 5)  ◄──►  one array of shape (6, 5), a on device 0, b on device 1
@@ -53,7 +53,7 @@ from choros.distribute.types import PerReplica, ReduceOp
 from choros.errors import ConfigError, StrategyError
 
 if TYPE_CHECKING:
-    from choros.distribute.devices.keras_flow import Flow
+    from choros.distribute.devices.training import Flow
 
 V = TypeVar("V")
 #: What stands for one value per replica, and for an array or number that is replicated, in a pattern of arguments.
@@ -167,7 +167,7 @@ class DeviceReplicas(Replicas):
         """Returns the Keras variables that a function reads and assigns; ``None`` without Keras."""
         if "keras" not in sys.modules:
             return None
-        from choros.distribute.devices.keras_flow import flow_of
+        from choros.distribute.devices.training import flow_of
 
         return flow_of(call, self._mesh, per_replica, replicated)
 
