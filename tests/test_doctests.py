@@ -17,7 +17,6 @@ PACKAGE = Path(choros.__file__).parent
 #: What examples import beside choros, and the framework of its package.
 NEEDED = {
     "choros.comm.devices": "torch",
-    "choros.jax.clipping": "optax",
     "choros.jax.dependence": "optax",
     "choros.jax.optimizer": "optax",
     "choros.jax.sliced_state": "optax",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from choros.arrays import ArrayAdapter, adapter_of
-from choros.distribute.current import get_replica_context
+from choros.distribute.strategies import get_replica_context
 from choros.errors import ConfigError, StrategyError
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]

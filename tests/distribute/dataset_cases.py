@@ -24,9 +24,9 @@ import choros
 import choros.keras as choros_keras
 from arrays.frameworks import FRAMEWORK, make
 from choros.arrays import adapter_of
+from choros.data.data_kind import LocalBatches
 from choros.data.kinds import kind_of
 from choros.distribute import AutoShardPolicy, datasets
-from choros.distribute.datasets import DistributedDataset
 from choros.distribute.replicas import ProcessReplicas
 from choros.errors import ConfigError, MismatchError
 from choros.parallel import ops
@@ -547,4 +547,4 @@ def case_a_collective_out_of_step_is_an_error() -> None:
     distributed = datasets.from_function(lambda context: [np.zeros(2)] * 2, replicas())
     with pytest.raises(MismatchError, match="batches left"):
         ops.allreduce(1, name="mine") if choros.rank() else next(iter(distributed))
-    assert isinstance(distributed, DistributedDataset)
+    assert isinstance(distributed, LocalBatches)

@@ -11,7 +11,7 @@ import pytest
 import scipy.sparse
 
 from choros.data import kinds
-from choros.data.data_kind import DataKind
+from choros.data.data_kind import DataKind, LocalBatches
 from choros.data.kinds import are_arrays, kind_of
 from choros.data.rows import Part, Sharding, note_rows
 from choros.errors import ConfigError
@@ -99,9 +99,10 @@ def test_the_other_methods_follow_from_the_batches() -> None:
     kind, data, part = NumbersKind(), Numbers(4, 4, 1), Part(1, 2)
     own = kind.local_batches(data, lambda: part)
     for _ in range(2):
-        assert [rows.tolist() for rows in own.start()] == [[2, 3], [2, 3], []]
-    assert own.length() is None
-    assert own.dataset is None
+        assert [rows.tolist() for rows in own] == [[2, 3], [2, 3], []]
+    assert type(own) is LocalBatches
+    with pytest.raises(TypeError, match="number of batches of this data set is not known"):
+        len(own)
     assert [rows.tolist() for rows in kind.split(data, part)] == [[2, 3], [2, 3]]
     assert [rows.tolist() for rows in kind.split(Numbers(4, 1, 0, 4, 1), part)] == [[2, 3], [], [2, 3]]
     assert kind.batch_rows(data) is kind.padded(data) is None
@@ -122,7 +123,7 @@ def test_a_list_of_arrays_is_one_structure_to_shard_and_batches_to_a_strategy() 
     assert [rows.tolist() for rows in kind_of(data).shard(data, Sharding(Part(0, 4)))] == [[0], [0]]
     assert [rows.tolist() for rows in kind_of(data).split(data, Part(1, 2))] == [[2, 3], [2, 3]]
     own = kind_of(data).local_batches(data, lambda: Part(0, 2))
-    assert own.length() == 2
+    assert len(own) == 2
 
 
 @pytest.mark.parametrize(("numbers", "warned"), [([[0, 3], [4, 2]], True), ([[0, 1], [2, 2]], False)])

@@ -10,8 +10,7 @@ import pytest
 import choros.keras
 from choros.elastic.commit_store import CommitStore
 from choros.errors import ConfigError
-from choros.training.run_callback import RunCallback
-from choros.training.run_state import RunState
+from choros.training.run_state import RunCallback, RunState
 from choros.training.trainer import Steps, attach
 
 RNG = np.random.default_rng(0)

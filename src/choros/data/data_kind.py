@@ -2,20 +2,33 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 from choros.data.epochs import EpochData, FixedData
 from choros.data.rows import Part, Sharding, checked, count_rows, without_last_empty
 
 
-@dataclass(frozen=True)
+@final
 class LocalBatches:
-    """A process's rows of each global batch, maybe none, so that all processes have the same number of batches."""
+    """A process's rows of each global batch, maybe none, so that all processes have the same number of batches; each
+    iteration starts anew if the source supports it.
 
-    start: Callable[[], Iterator[Any]]
-    length: Callable[[], int | None]
-    dataset: Any = None
+        >>> batches = LocalBatches(lambda: iter(["first", "second"]), lambda: 2)
+        >>> list(batches), len(batches)
+        (['first', 'second'], 2)
+    """
+
+    def __init__(self, start: Callable[[], Iterator[Any]], length: Callable[[], int | None] = lambda: None) -> None:
+        self._start, self._length = start, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._start()
+
+    def __len__(self) -> int:
+        length = self._length()
+        if length is None:
+            raise TypeError("the number of batches of this data set is not known.")
+        return length
 
 
 class DataKind(ABC):
@@ -47,11 +60,12 @@ class DataKind(ABC):
         """
         if self.has_batches:
             return self.shard(data, Sharding(part))
-        return without_last_empty(self.local_batches(data, lambda: part).start())
+        return without_last_empty(self.local_batches(data, lambda: part))
 
-    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
-        """Returns the process's rows of each batch, maybe none, for a custom loop under a strategy; ConfigError as
-        ``split``. ``part`` returns the process's part, which may change between two iterations.
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> Any:
+        """Returns the process's rows of each batch, maybe none, for a custom loop under a strategy: ``LocalBatches``,
+        or a data set of the same kind; ConfigError as ``split``. ``part`` returns the process's part, which may change
+        between two iterations.
         """
 
         def start() -> Iterator[Any]:

@@ -51,7 +51,7 @@ class DataLoaderKind(DataKind):
             )
         return _stream(lambda: without_last_empty(map(part.of, checked(data, part.count, count_rows))))
 
-    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> Any:
         """Returns the process's rows of each batch; every process loads all of a stream."""
         if _is_stream(data):
             return super().local_batches(data, part)

@@ -5,7 +5,7 @@ from typing import Any, final
 
 import grain
 
-from choros.data.data_kind import DataKind, LocalBatches
+from choros.data.data_kind import DataKind
 from choros.data.epochs import EpochData, IndexedData, StreamData
 from choros.data.rows import Part, Sharding, count_rows, example_indices, note_rows
 from choros.errors import ConfigError
@@ -48,7 +48,7 @@ class GrainKind(DataKind):
 
         return IndexedData(sharding, _iterated, lambda: len(batches), rows)
 
-    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> Any:
         """Returns the process's rows of each batch, as for any iterable."""
         _reject_loader(data)
         return super().local_batches(data, part)

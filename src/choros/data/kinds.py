@@ -11,7 +11,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from choros.data.data_kind import DataKind, LocalBatches
+from choros.data.data_kind import DataKind
 from choros.data.epochs import EpochData, FixedData
 from choros.data.rows import Part, Sharding, cut
 from choros.errors import ConfigError
@@ -53,7 +53,7 @@ class ArrayKind(DataKind):
         """Returns the arrays; of an iterable nothing is known."""
         return leaves(data) if are_arrays(data) else ()
 
-    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> Any:
         """Returns the process's rows of each batch of an iterable."""
         is_array = hasattr(data, "shape")
         if is_array or not isinstance(data, Iterable) or isinstance(data, (tuple, dict, str, bytes)):

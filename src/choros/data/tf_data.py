@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from choros.comm import global_process_set
-from choros.data.data_kind import DataKind, LocalBatches
+from choros.data.data_kind import DataKind
 from choros.data.epochs import EpochData, FixedData, StreamData
 from choros.data.plan import OPEN, ShardBatches
 from choros.data.rows import Part, Sharding, batch_counts, check_global_batch, note_rows, order_of
@@ -48,10 +48,9 @@ class TfDataKind(DataKind):
         """Returns a ``Dataset`` of this process's part, by the auto-shard policy."""
         return _auto_shard(data, part)
 
-    def local_batches(self, data: Any, part: Callable[[], Part]) -> LocalBatches:
-        """Returns the batches of this process's part, by the auto-shard policy; under ``FILE`` and others, of now."""
-        own = _auto_shard(data, part(), later=part)
-        return LocalBatches(lambda: iter(own), lambda: self.length(own), own)
+    def local_batches(self, data: Any, part: Callable[[], Part]) -> Any:
+        """Returns a ``Dataset`` of this process's part, by the auto-shard policy; under ``FILE`` and others, of now."""
+        return _auto_shard(data, part(), later=part)
 
     def epochs(self, data: Any, sharding: Sharding) -> EpochData:
         """Returns the epochs of a data set that each process can read whole."""

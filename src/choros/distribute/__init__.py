@@ -16,7 +16,6 @@ Started with ``chorosrun -np 4 python train.py``, four processes each train on t
 from typing import TYPE_CHECKING
 
 from choros.distribute import cluster_resolver, experimental
-from choros.distribute.current import experimental_set_strategy, get_replica_context, get_strategy
 from choros.distribute.replicas import ReplicaContext
 from choros.distribute.scope import has_strategy, in_cross_replica_context
 from choros.distribute.strategies import (
@@ -24,6 +23,9 @@ from choros.distribute.strategies import (
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     TPUStrategy,
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
 )
 from choros.distribute.strategy import Strategy
 from choros.distribute.types import (

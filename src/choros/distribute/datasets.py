@@ -7,7 +7,7 @@
     replica 1              2 3 |     6 7 | (none)     a batch of no rows: all replicas run the same number of steps
 
 ``choros.data`` splits each kind: a ``tf.data.Dataset`` becomes another one, with a mark, which stores the data on which
-``fit`` trains; others become a ``DistributedDataset``. For ``fit``, ``split_batches`` drops empty batches at the end.
+``fit`` trains; others become ``LocalBatches``. For ``fit``, ``split_batches`` drops empty batches at the end.
 Where processes may end at different times, each batch has a flag::
 
     process 0       process 1
@@ -21,13 +21,14 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from choros.arrays import adapter_of, framework_adapter
 from choros.comm import global_process_set
+from choros.data.data_kind import LocalBatches
 from choros.data.kinds import kind_of
 from choros.data.rows import Part, cut
 from choros.distribute.replicas import Replicas
@@ -64,11 +65,11 @@ def distribute(dataset: Any, replicas: Replicas) -> Any:
     if local < replicas.count and global_process_set.communicator.elastic:
         _warn_of_losses()
     own = kind_of(dataset).local_batches(dataset, partial(part_of, replicas))
-    for_fit = partial(split_batches, dataset, replicas)
-    if local == 1 and own.dataset is not None:
-        setattr(own.dataset, _MARK, for_fit)
-        return own.dataset
-    return DistributedDataset(lambda: (to_replicas(batch, local) for batch in own.start()), for_fit, own.length)
+    distributed = own
+    if local > 1:
+        distributed = LocalBatches(lambda: (to_replicas(batch, local) for batch in own), lambda: len(own))
+    setattr(distributed, _MARK, partial(split_batches, dataset, replicas))
+    return distributed
 
 
 def check_shared(data: Any, replicas: Replicas) -> None:
@@ -133,17 +134,15 @@ def from_function(dataset_fn: Callable[[InputContext], Any], replicas: Replicas)
         return own
     kind = kind_of(own)
     padded = kind.padded(own) if local == 1 else None
-    if padded is not None:
-        setattr(padded, _MARK, lambda: own)
-        return padded
-    return DistributedDataset(lambda: pad_batches(kind.batches(own), replicas), lambda: own)
+    if padded is None:
+        padded = LocalBatches(lambda: pad_batches(kind.batches(own), replicas))
+    setattr(padded, _MARK, lambda: own)
+    return padded
 
 
 def is_distributed(dataset: Any) -> bool:
     """Whether ``dataset`` was returned by ``distribute`` or ``from_function``."""
-    return isinstance(dataset, DistributedDataset) or any(
-        hasattr(each, _MARK) for each in kind_of(dataset).sources(dataset)
-    )
+    return any(hasattr(each, _MARK) for each in (dataset, *kind_of(dataset).sources(dataset)))
 
 
 def split_batches(data: Any, replicas: Replicas) -> Any:
@@ -174,36 +173,6 @@ def _warn_of_losses() -> None:
             "if a rank is lost in a loop of your own, what it has left of a distributed data set is not used; the next "
             "iteration is sharded over the ranks that are left. model.fit uses each example once."
         )
-
-
-@final
-class DistributedDataset:
-    """This process's part of each global batch (a ``PerReplica`` if it has several replicas); each iteration starts
-    anew if the source supports it.
-
-        >>> dataset = DistributedDataset(lambda: iter(["first", "second"]), list, lambda: 2)
-        >>> list(dataset), len(dataset)
-        (['first', 'second'], 2)
-    """
-
-    def __init__(
-        self,
-        batches: Callable[[], Iterator[Any]],
-        for_fit: Callable[[], Any],
-        length: Callable[[], int | None] = lambda: None,
-    ) -> None:
-        self._batches = batches
-        self._length = length
-        setattr(self, _MARK, for_fit)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._batches()
-
-    def __len__(self) -> int:
-        length = self._length()
-        if length is None:
-            raise TypeError("the number of batches of this data set is not known.")
-        return length
 
 
 def to_replicas(batch: Any, local: int) -> Any:

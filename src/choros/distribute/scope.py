@@ -9,12 +9,12 @@
         model.fit(…)          in the scope again              averages gradients over examples
 
 ``tf.distribute`` and ``tf.nn`` answer for it, too. This module does not depend on the strategies, so that all of their
-modules can import it; ``choros.distribute.current`` is for users.
+modules can import it.
 """
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,11 @@ OUTSIDE = Place()
 
 
 class _Here(threading.local):
-    place = OUTSIDE
+    """The place of this thread; the scope that ``experimental_set_strategy`` has entered in it, and how it is left."""
+
+    def __init__(self) -> None:
+        self.place = self.lasting = OUTSIDE
+        self.leaving = ExitStack()
 
 
 here = _Here()

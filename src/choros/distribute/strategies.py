@@ -1,4 +1,9 @@
-"""The strategies of synchronous training: each replica has a copy of the variables, and all apply the same updates.
+"""The strategies of synchronous training: each replica has a copy of the variables, and all apply the same updates. For
+users, which one is current; outside of all scopes it is the default::
+
+    get_strategy()            the default                     has_strategy() is False
+    with strategy.scope():    strategy                        in_cross_replica_context() is True
+        strategy.run(step)    strategy                        get_replica_context() is the replica's
 
 A step of CentralStorageStrategy on three processes; process 0 keeps the optimizer's state::
 
@@ -10,14 +15,15 @@ A step of CentralStorageStrategy on three processes; process 0 keeps the optimiz
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, final
 
 from choros.distribute.cluster_resolver import TPUClusterResolver
 from choros.distribute.devices.names import device_name, devices_of, on_device
 from choros.distribute.fit.training import Training
 from choros.distribute.job import cluster_of, framework, join, on_processes, replicas_of
-from choros.distribute.replicas import ProcessReplicas
+from choros.distribute.replicas import ProcessReplicas, ReplicaContext
+from choros.distribute.scope import OUTSIDE, current_replica, current_strategy, here
 from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError, EngineUnavailable, StrategyError
 from choros.topology import Topology
@@ -196,3 +202,70 @@ class OneDeviceStrategy(Strategy):
         if name not in known:
             raise ConfigError(f"OneDeviceStrategy({device!r}): {used} has no such device. It has {', '.join(known)}.")
         super().__init__(ProcessReplicas(alone=True, on_device=partial(on_device, used, name)), Training())
+
+
+@final
+class DefaultStrategy(Strategy):
+    """One replica, on the framework's default device; models created in its scope train as without a strategy."""
+
+    is_default = True
+
+    def __init__(self) -> None:
+        super().__init__(ProcessReplicas(alone=True), training=None)
+
+
+_default_strategy = cache(DefaultStrategy)
+
+
+def get_strategy() -> Strategy:
+    """Returns the strategy in whose scope the program is; outside of all, the default one, which has one replica.
+
+    Example:
+        >>> from choros import distribute
+        >>> distribute.get_strategy()
+        DefaultStrategy(1 replicas)
+    """
+    strategy: Strategy = current_strategy() or _default_strategy()
+    return strategy
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Returns the context of the current replica; ``None`` in cross-replica context.
+
+    Outside of all scopes, it is that of the one replica of the default strategy.
+
+    Example:
+        >>> from choros import distribute
+        >>> distribute.OneDeviceStrategy("cpu").run(lambda: distribute.get_replica_context().num_replicas_in_sync)
+        1
+    """
+    if current_strategy() is None:
+        return ReplicaContext(_default_strategy(), 0)
+    replica: ReplicaContext | None = current_replica()
+    return replica
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enters the scope of ``strategy`` until the next call, for notebooks, where a block cannot span cells.
+
+    Args:
+        strategy: the one to enter; ``None`` leaves the scope.
+
+    Raises:
+        StrategyError: it was called inside ``with strategy.scope():``, or in a replica.
+
+    Example:
+        >>> from choros import distribute
+        >>> distribute.experimental_set_strategy(distribute.OneDeviceStrategy("cpu"))
+        >>> distribute.has_strategy()
+        True
+        >>> distribute.experimental_set_strategy(None)
+    """
+    if here.place not in (OUTSIDE, here.lasting):
+        raise StrategyError(
+            "experimental_set_strategy was called inside a strategy's scope: call it outside of all `with` blocks."
+        )
+    here.leaving.close()
+    if strategy is not None:
+        here.leaving.enter_context(strategy.scope())
+        here.lasting = here.place

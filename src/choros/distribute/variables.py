@@ -22,7 +22,6 @@ does, are averaged when they are read after replicas have assigned them; in ``fi
     model.evaluate, save, …     ────────────── mean ──────────────
 """
 
-import functools
 import gc
 import sys
 import weakref
@@ -38,6 +37,7 @@ from choros.distribute.scope import in_fit, in_replica
 from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.identical import are_identical
+from choros.training.replaced import derived
 from choros.training.thread import doing, thread
 from choros.training.variables import aggregate
 
@@ -91,13 +91,7 @@ def _follow(variable: Any, is_on_read: bool, on_read: type) -> None:
     if is_on_read:
         _read_together[id(variable)] = variable
     kind: Any = type(variable)
-    variable.__class__ = _derived(kind, on_read if is_on_read else _OnWrite)
-
-
-@functools.cache
-def _derived(base: type, behaviour: type) -> type:
-    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (behaviour, base), namespace)
+    variable.__class__ = derived(kind, on_read if is_on_read else _OnWrite)
 
 
 def aggregates(variable: Any) -> bool:
@@ -122,7 +116,7 @@ def assign_initial(variable: Any, value: Any) -> None:
 def follow_statistic(variable: Any) -> None:
     """Makes a weight of a layer, which is not trained, one whose value is averaged when it is read."""
     kind: Any = type(variable)
-    variable.__class__ = _derived(kind, _Statistic)
+    variable.__class__ = derived(kind, _Statistic)
 
 
 def average_statistics(model: Any = None) -> None:

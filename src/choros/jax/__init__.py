@@ -24,9 +24,8 @@ except ImportError as _error:
 from choros.arrays.jax_host_call import spare_xla_thread as _spare_xla_thread
 from choros.jax import collectives as _collectives
 from choros.jax import elastic
-from choros.jax.clipping import clip_by_global_norm
 from choros.jax.optimizer import distributed, join
-from choros.jax.sliced_state import own_state, whole_state
+from choros.jax.sliced_state import clip_by_global_norm, own_state, whole_state
 from choros.parallel import horovod as _horovod
 from choros.parallel.horovod import *
 

@@ -21,6 +21,7 @@ from jax.extend.core import Literal
 
 from choros.errors import ConfigError
 from choros.jax.collectives import paths_of
+from choros.training.jax_forms import called_by
 
 #: The primitives of which each item of a result needs the items at its place.
 _BY_ITEM_NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
@@ -29,8 +30,6 @@ _BY_ITEM_NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh b
     reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
     square stop_gradient sub tan tanh xor"""
 _BY_ITEM = frozenset(_BY_ITEM_NAMES.split())
-#: Those that call the one function in their parameters with their arguments.
-_CALLS = ("checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2")
 #: Random numbers are drawn for all arrays, in their order.
 _RANDOM = ("random_", "threefry", "rng_")
 
@@ -163,8 +162,8 @@ def _values(jaxpr: Any, other: Any, given: Sequence[_Leaf]) -> list[_Leaf]:
 def _results(step: Any, its: Any, arguments: Sequence[_Leaf]) -> list[_Leaf]:
     """Returns the values of the results of one operation."""
     name, number = step.primitive.name, len(step.outvars)
-    if name in _CALLS:
-        return _values(_function(step), _function(its), arguments)
+    if (called := called_by(step)) is not None:
+        return _values(called, called_by(its), arguments)
     if name == "cond":
         chosen, *rest = arguments
         chosen = chosen._replace(by_item=not chosen.arrays)
@@ -193,8 +192,3 @@ def _results(step: Any, its: Any, arguments: Sequence[_Leaf]) -> list[_Leaf]:
 
 def _joined(values: Sequence[_Leaf]) -> _Leaf:
     return functools.reduce(_Leaf.joined, values, _SAME_EVERYWHERE)
-
-
-def _function(step: Any) -> Any:
-    functions = [each for each in step.params.values() if hasattr(each, "eqns") or hasattr(each, "jaxpr")]
-    return getattr(functions[0], "jaxpr", functions[0])

@@ -12,7 +12,9 @@ ranks, a parameter w and Adam::
 Transformations that work item by item have even slices, and others whole arrays; ``dependence.py`` finds out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, final
 
 import jax
@@ -21,17 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec
+from choros.comm import ProcessSet, Reduction
 from choros.errors import ConfigError, NotInitializedError
-from choros.jax.clipping import of_slices
 from choros.jax.collectives import paths_of
 from choros.jax.dependence import works_by_item
 from choros.jax.division import FILES, Division, SlicedState, of_models, refuse_slices, trained_of, with_slices
 from choros.jax.reduction import ADAPTER, GradientReduction
 from choros.parallel.objects import allgather_object
+from choros.parallel.ops import allreduce
 from choros.parallel.reduce.gradients import SliceLayout
 from choros.parallel.reduce.slices import gather_slices
 
 Array = NDArray[Any]
+#: In an update of slices, the ranks that have the others, and a number of the compiled step.
+_slices: ContextVar[tuple[ProcessSet, Any] | None] = ContextVar("slices", default=None)
 
 
 @final
@@ -58,7 +63,7 @@ class SlicedUpdate:
         arrays = trained_of(params)
         if not self._reduction.reducer.active or not arrays:
             return None
-        with of_slices(process_set, 0):
+        with _of_slices(process_set, 0):
             by_item = works_by_item(self._tx, params)
         communicator = process_set.communicator
         shapes = tuple((tuple(each.shape), np.dtype(each.dtype)) for each in arrays.values())
@@ -103,7 +108,7 @@ class SlicedUpdate:
         reduced, number = self._reduction.reduce_slices(values, layout, division.shapes, params, examples)
         items = iter(reduced)
         slices = [None if shape is None else next(items) for shape in division.shapes]
-        with of_slices(self._reduction.reducer.config.process_set, number):
+        with _of_slices(self._reduction.reducer.config.process_set, number):
             new, inner = self._tx.update(with_slices(updates, list(gradients), slices), state.inner, own, **extra_args)
         gathered = self._gathered(new, updates, division, params is not None, number)
         return gathered, SlicedState(inner, division)
@@ -312,3 +317,73 @@ def _check_scalars(extra_args: Any) -> None:
             f"update({wrong[0]}=…) with shard_state=True: arguments for the transformation can be numbers only, as "
             "each rank applies it to its slices. Leave shard_state out."
         )
+
+
+# clipping by the norm of gradients of which each rank has slices ------------------------------------
+
+
+@contextmanager
+def _of_slices(process_set: ProcessSet, number: Any) -> Iterator[None]:
+    """A context in which gradients are this rank's slices. As a rank that has none would compute the norm while JAX
+    traces the step, ``number`` makes the norm a part of the step.
+    """
+    before = _slices.set((process_set, number))
+    try:
+        yield
+    finally:
+        _slices.reset(before)
+
+
+def clip_by_global_norm(max_norm: Any) -> Any:
+    """Returns ``optax.clip_by_global_norm`` that also works in ``distributed(…, shard_state=True)``.
+
+    There the norm is that of the gradients of all ranks' slices, a number summed in each step; elsewhere, optax's own.
+
+    Args:
+        max_norm: the largest norm of all gradients together: larger gradients are scaled to it.
+
+    Returns:
+        An ``optax.GradientTransformation`` without state.
+
+    Raises:
+        ImportError: optax is not installed.
+
+    Example:
+        >>> import jax.numpy as jnp, choros.jax as hvd, optax
+        >>> hvd.init()
+        >>> tx = optax.chain(hvd.clip_by_global_norm(1.0), optax.sgd(1.0))
+        >>> tx = hvd.distributed(tx, shard_state=True)
+        >>> params = {"w": jnp.zeros(2)}
+        >>> updates, state = tx.update({"w": jnp.array([3.0, 4.0])}, tx.init(params), params)
+        >>> optax.apply_updates(params, updates)
+        {'w': Array([-0.6, -0.8], dtype=float32)}
+    """
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError("choros.jax.clip_by_global_norm needs optax: pip install optax.") from error
+    plain = optax.clip_by_global_norm(max_norm)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        slices = _slices.get()
+        if slices is None:
+            return plain.update(updates, state, params)
+        process_set, number = slices
+        norm = jnp.sqrt(allreduce(_squares(updates, number), Reduction.SUM, process_set=process_set))
+
+        def clipped(gradient: Any) -> Any:  # as optax computes it
+            return jnp.where(norm < max_norm, gradient, (gradient / norm.astype(gradient.dtype)) * max_norm)
+
+        return jax.tree.map(clipped, updates), state
+
+    return optax.GradientTransformation(plain.init, update)
+
+
+def _squares(gradients: Any, number: Any) -> Any:
+    """The sum of the squares of all items."""
+    # A rank may have no item, so its dtypes do not tell what those of others are promoted to.
+    total = jnp.zeros((), jnp.float64 if jax.config.jax_enable_x64 else jnp.float32) + 0 * number
+    for gradient in jax.tree.leaves(gradients):
+        if jnp.issubdtype(gradient.dtype, jnp.inexact):
+            total += jnp.sum(jnp.square(jnp.abs(gradient)), dtype=jnp.promote_types(jnp.float32, gradient.real.dtype))
+    return total

@@ -10,8 +10,8 @@ from choros.memory.model import BY_ITEMS, BY_VARIABLES, UNDIVIDED, TrainedModel,
 from choros.training.distributed_optimizer import own_class, reducer_of
 from choros.training.keras_internals.models import apply_count, innermost, optimizers_of
 from choros.training.keras_internals.slice_variables import outline
-from choros.training.optimizer_slots import Slot, nbytes, slots
 from choros.training.sliced_state import works_by_item
+from choros.training.whole_state import Slot, nbytes, slots
 
 
 def used_optimizer(model: Any) -> Any:

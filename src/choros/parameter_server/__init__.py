@@ -8,7 +8,6 @@
         └──────────────────────── pull, when no function runs ────────┘
 """
 
-from choros.parameter_server.strategy import ParameterServerStrategy
-from choros.parameter_server.task_server import Server
+from choros.parameter_server.strategy import ParameterServerStrategy, Server
 
 __all__ = ["ParameterServerStrategy", "Server"]

@@ -1,4 +1,10 @@
-"""The chief: sends closures to the workers, collects their results, and shuts all processes down at the end."""
+"""The chief: sends closures to the workers, collects their results, and shuts all processes down at the end. Workers
+that have not run the script so far lack objects, of which it sends definitions::
+
+    schedule(step, args) ─► pickled ─► refers to a model ─► its definition ─► refers to its optimizer ─► …
+                                                                 │
+    worker that serves ◄── Run(…, those it does not have) ───────┘
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,8 @@ import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, final
 
@@ -19,7 +26,6 @@ from choros import durations
 from choros.errors import ConfigError, EngineError
 from choros.parameter_server import closures
 from choros.parameter_server.cluster import Cluster, TaskConnection
-from choros.parameter_server.definitions import Definitions
 from choros.parameter_server.jobs import wait_for_end
 from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Report, Run, StartJob
 from choros.parameter_server.optimizer import remote_optimizers
@@ -45,9 +51,9 @@ class Chief:
         self.strategy: Any = None
         self.workers = len(cluster.workers)
         self._cluster = cluster
-        self._start = StartJob(secrets.token_hex(8), _pickled(partition))
+        self._job, self._partition = secrets.token_hex(8), _pickled(partition)
         self.objects = ScopeObjects()
-        servers = cluster.servers(self._start.job)
+        servers = cluster.servers(self._job)
         # A server that has replied knows the job; a worker that heard of it before may be there first.
         servers.request("pull", dict.fromkeys(range(len(servers)), (0, False)))
         self.session = ServerSession(self.objects, servers, partition)
@@ -153,17 +159,18 @@ class Chief:
 
     def _work(self, worker: TaskConnection) -> None:
         """Sends closures to a worker until the queue is closed."""
-        worker.send(self._start)
+        start: StartJob = self._job, self._partition
+        worker.send(start)
         joined: Joined | Failure = worker.receive()
         if isinstance(joined, Failure):
             worker.close()
             raise ChannelClosed(f"{worker.peer} could not join: {joined.error()}")
-        known = dict(joined.known)
+        kinds, known = joined[0], dict(joined[1])
         self._queue.add_worker()
         try:
             while (closure := self._queue.take(worker)) is not None:
                 try:
-                    reply = self._run(worker, joined, closure, known)
+                    reply = self._run(worker, kinds, closure, known)
                 except ChannelClosed:
                     self._queue.lost(worker.peer, closure)
                     raise
@@ -176,13 +183,13 @@ class Chief:
             self._queue.remove_worker(worker)
 
     def _run(
-        self, worker: TaskConnection, joined: Joined, closure: Closure, known: dict[Reference, int]
+        self, worker: TaskConnection, kinds: tuple[str, ...], closure: Closure, known: dict[Reference, int]
     ) -> Ran | Failure:
-        own = self.objects.kinds[: len(joined.kinds)]
-        if joined.kinds != own:
+        own = self.objects.kinds[: len(kinds)]
+        if kinds != own:
             return Failure.of(
                 ConfigError(
-                    f"{worker.peer} has created {', '.join(joined.kinds)} in the scope, the chief "
+                    f"{worker.peer} has created {', '.join(kinds)} in the scope, the chief "
                     f"{', '.join(own) or 'nothing'}: workers must run the same script as the chief up to the first "
                     "schedule() or fit(), or serve from the beginning with distribute.Server."
                 )
@@ -242,7 +249,7 @@ class Chief:
         with self._lock:
             self._compare_workers()
         self.session.servers.shutdown()
-        wait_for_end(self._start.job)
+        wait_for_end(self._job)
 
 
 def _pickled(partition: Partition | None) -> bytes:
@@ -250,3 +257,114 @@ def _pickled(partition: Partition | None) -> bytes:
         return bytes(cloudpickle.dumps(partition))
     except Exception as error:
         raise ConfigError(f"the variable_partitioner cannot be sent to workers ({error}): use a function.") from error
+
+
+@final
+class Definitions:
+    """The definitions of a job, each made when a scheduled function first refers to it."""
+
+    def __init__(self, session: ServerSession, reference: Callable[[Any], Reference | None]) -> None:
+        self._session = session
+        self._objects = session.objects
+        self._reference = reference
+        self._datasets: list[Any] = []
+        self._made: dict[Reference, tuple[Definition, frozenset[Reference]]] = {}
+
+    def add_dataset(self, dataset: Any) -> int:
+        """Adds a data set of workers, or the function that creates it; returns its number."""
+        self._datasets.append(dataset)
+        return len(self._datasets) - 1
+
+    def dumps(self, item: Any) -> tuple[bytes, frozenset[Reference]]:
+        """Pickles ``item``; returns the references in it as well."""
+        return self._dumps(item, self._reference)
+
+    def of(self, references: Iterable[Reference]) -> tuple[Definition, ...]:
+        """Returns the definitions of what ``references`` refer to, each after those that it needs."""
+        ordered: dict[Reference, Definition | None] = {}
+        for reference in sorted(references):
+            self._add(reference, ordered)
+        return tuple(each for each in ordered.values() if each is not None)
+
+    def _add(self, reference: Reference, ordered: dict[Reference, Definition | None]) -> None:
+        if reference in ordered:
+            return
+        ordered[reference] = None  # it may refer to itself
+        definition, needs = self._definition(reference)
+        for need in sorted(needs):
+            self._add(need, ordered)
+        del ordered[reference]
+        ordered[reference] = definition
+        if reference[0] == "created" and self._objects.last_compile(reference[1]) is not None:
+            self._add(("compiled", reference[1]), ordered)
+
+    def _definition(self, reference: Reference) -> tuple[Definition, frozenset[Reference]]:
+        revision = self._objects.revisions.get(reference, 0)
+        made = self._made.get(reference)
+        if made is None or made[0].revision < revision:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # Keras': of lambdas in configurations
+                    pickled, needs = self._pickle(reference)
+                made = Definition(reference, revision, pickled), needs
+            except Exception as error:  # noqa: BLE001  (a user's get_config may raise anything; most workers need none)
+                made = Definition(reference, revision, b"", str(error)), frozenset()
+            self._made[reference] = made
+        return made
+
+    def _pickle(self, reference: Reference) -> tuple[bytes, frozenset[Reference]]:
+        tag, number = reference
+        if tag == "dataset":
+            dataset = self._datasets[number]
+            return self.dumps(getattr(dataset, "python_function", dataset))
+        if tag == "compiled":
+            return self.dumps(self._compile_arguments(number))
+        item = self._objects.resolve(reference)
+        if tag == "metric":
+            return self._dumps(item, lambda part: None if part is item else self._reference(part))
+        return self._created(item)
+
+    def _compile_arguments(self, number: int) -> tuple[Any, ...]:
+        """Returns what ``compile_copy`` takes; an optimizer's name is replaced by the optimizer created."""
+        from choros.training.keras_internals.models import layers_of
+
+        model = self._objects.resolve(("created", number))
+        call = self._objects.last_compile(number)
+        if call is None:
+            raise ConfigError(f"{model.name!r} is not compiled.")
+        if call.get("optimizer") is not None and getattr(model, "optimizer", None) is not None:
+            call = call.replaced(optimizer=model.optimizer)
+        return call.bound.args, call.bound.kwargs, tuple(layer.trainable for layer in layers_of(model))
+
+    def _created(self, item: Any) -> tuple[bytes, frozenset[Reference]]:
+        """Pickles an optimizer, and its variables without weight decay; or a model, and where its weights are."""
+        import keras
+
+        if isinstance(item, keras.optimizers.Optimizer):
+            created = item, self._session.undecayed(item)
+            return self._dumps(created, lambda part: None if part is item else self._reference(part))
+        shared = self._objects.shared_layers(item)
+
+        def reference(part: Any) -> Reference | None:
+            if isinstance(part, (keras.Layer, keras.Variable)):
+                return shared.get(id(part))
+            return self._reference(part)
+
+        return self._dumps((item, self._session.placement_of(item)), reference)
+
+    def _dumps(self, item: Any, reference: Callable[[Any], Reference | None]) -> tuple[bytes, frozenset[Reference]]:
+        found: set[Reference] = set()
+
+        def collecting(part: Any) -> Reference | None:
+            result = reference(part)
+            if result is not None:
+                match result:
+                    case ("part", number, *_):
+                        found.add(("created", number))
+                    case ("per_worker", dataset, _):
+                        found.add(("dataset", dataset))
+                    case ("created" | "metric", _):
+                        found.add(result)
+            return result
+
+        return closures.dumps(item, collecting), frozenset(found)

@@ -160,7 +160,8 @@ class Cluster:
         """Connects to all parameter servers, for this job."""
         connections = [self.connect("ps", index, "a request to") for index in range(len(self.ps))]
         for connection in connections:
-            connection.send(Hello(job, this_process()))
+            hello: Hello = job, this_process()
+            connection.send(hello)
         return Servers(connections)
 
 

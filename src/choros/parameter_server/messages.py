@@ -3,7 +3,7 @@
 ::
 
     chief or worker                          server
-      Hello(job) ───────────────────────────►             the job whose variables are meant
+      Hello ────────────────────────────────►             the job whose variables are meant
       "pull", (known, slots) ───────────────►             shards that changed since version `known`, and the
       ◄──────────────── version, shards ─────             current version; for the chief, optimizer slots as well
       "push", (optimizer, …) ───────────────►             gradients, applied under a lock by a real Keras optimizer
@@ -15,7 +15,7 @@
       None ─────────────────────────────────►             from the chief: the job has ended
 
     chief                                    worker
-      StartJob(job, partition) ─────────────►             the first message: the worker connects to the servers
+      StartJob ─────────────────────────────►             the first message: the worker connects to the servers
       ◄─────────────── Joined, or Failure ───             what it has created itself
       Run ──────────────────────────────────►             a closure; its definitions only once per worker
       ◄────────────────── Ran, or Failure ───
@@ -43,30 +43,12 @@ Report = Mapping[Reference, list[NDArray[Any]]]
 Changed = tuple[int, Mapping[Shard, NDArray[Any]]]
 #: Of the variables that an optimizer updates, whether their weights decay, and their constraint.
 Updated = Mapping[VariableKey, tuple[bool, Any]]
-
-
-@dataclass(frozen=True)
-class Hello:
-    """The first message of a connecting process: the job's name, which the chief chose, and its host and number."""
-
-    job: str
-    process: tuple[str, int]
-
-
-@dataclass(frozen=True)
-class StartJob:
-    """The chief has connected: its job's name on the servers, and the partitioner, by cloudpickle."""
-
-    job: str
-    partition: bytes
-
-
-@dataclass(frozen=True)
-class Joined:
-    """The worker has connected to the servers: the classes and references of what it has created itself."""
-
-    kinds: tuple[str, ...]
-    known: Mapping[Reference, int]
+#: The first message of a process to a server: the job's name, which the chief chose, and its host and number.
+Hello = tuple[str, tuple[str, int]]
+#: The first message of the chief to a worker: its job's name on the servers, and the partitioner, by cloudpickle.
+StartJob = tuple[str, bytes]
+#: The reply, once the worker has connected to the servers: the classes and references of what it has created itself.
+Joined = tuple[tuple[str, ...], Mapping[Reference, int]]
 
 
 @dataclass(frozen=True)

@@ -177,20 +177,21 @@ def serve_shards(server: JobServer, channel: Channel, hello: Hello) -> None:
     """Answers the requests of a chief or a worker. A chief's connection is a job: its variables are forgotten with it.
     There may be several, as when a process creates one strategy after another.
     """
+    job, process = hello
     try:
         if channel.peer != CHIEF:
-            _answer(channel, hello, server.jobs.get(hello.job, Shards()))
+            _answer(channel, process, server.jobs.get(job, Shards()))
             return
         shards = Shards()
-        with server.job(hello.job, shards):
-            _answer(channel, hello, shards)
+        with server.job(job, shards):
+            _answer(channel, process, shards)
     except ChannelClosed:
         _log.info("%s disconnected", channel.peer)
 
 
-def _answer(channel: Channel, hello: Hello, shards: Shards) -> None:
+def _answer(channel: Channel, process: tuple[str, int], shards: Shards) -> None:
     # Compiled updates need threads of the framework, which steps may hold that wait for the update.
-    shards.compiled &= hello.process != this_process()
+    shards.compiled &= process != this_process()
     while (request := channel.receive()) is not None:
         method, arguments = request
         try:

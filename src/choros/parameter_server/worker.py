@@ -94,15 +94,17 @@ class Worker:
 
     def _join(self, chief: Channel, start: StartJob) -> None:
         try:
-            partition = pickle.loads(start.partition)  # noqa: S301  (from an authenticated process)
-            self._session = ServerSession(self.objects, self._cluster.servers(start.job), partition)
+            job, pickled = start
+            partition = pickle.loads(pickled)  # noqa: S301  (from an authenticated process)
+            self._session = ServerSession(self.objects, self._cluster.servers(job), partition)
         except Exception as error:
             chief.send(Failure.of(error))
             raise
         for remote in remote_optimizers(self.objects).values():
             remote.prepare()
         datasets = {("dataset", number): 0 for number in self._datasets}
-        chief.send(Joined(self.objects.kinds, {**self.objects.revisions, **datasets}))
+        joined: Joined = self.objects.kinds, {**self.objects.revisions, **datasets}
+        chief.send(joined)
 
     def _reply(self, message: Run) -> Ran | Failure:
         session = self.session

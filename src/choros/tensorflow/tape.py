@@ -12,7 +12,6 @@ A loop makes a new tape for each step, but what reduces their gradients lasts: i
 that have the same arguments (``reduction.py``).
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
 from choros.tensorflow.collectives import unconverted
 from choros.tensorflow.reduction import AdasumReduction, TapeReduction, reduction_of
 from choros.training.horovod_optimizer import local_variables
+from choros.training.replaced import derived
 
 
 class _DistributedTape:
@@ -68,11 +68,6 @@ class _DistributedTape:
     def register_local_source(self, source: Any) -> None:
         """Keeps the gradient of ``source`` on this rank; it is divided by the number of ranks, if so configured."""
         self._choros_reduction.add_local(source)
-
-
-@functools.cache
-def _derived(kind: Any) -> type:
-    return type(kind.__name__, (_DistributedTape, kind), {"__slots__": (), "__doc__": kind.__doc__})
 
 
 _ARGUMENTS = {
@@ -123,8 +118,7 @@ def DistributedGradientTape(
             f"DistributedGradientTape takes a tf.GradientTape that is not distributed yet, not a "
             f"{type(gradtape).__name__}: create one, and pass it."
         )
-    kind: Any = type(gradtape)
-    tape: Any = object.__new__(_derived(kind))
+    tape: Any = object.__new__(derived(type(gradtape), _DistributedTape))
     tape.__dict__ = gradtape.__dict__  # what one of them records, or has used up, the other one has, too
     tape._choros_reduction = reduction_of(
         op=op,

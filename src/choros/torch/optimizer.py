@@ -31,9 +31,9 @@ from choros.parallel.reduce.torch_backward import BackwardExchange
 from choros.settings import current
 from choros.torch.division import trained
 from choros.torch.sliced_state import slice_state, slices_of, whole_state
-from choros.torch.sliced_step import SlicedStep
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
-from choros.torch.step_hooks import ChangeHook, GradientHook, is_within_step
+from choros.torch.step_hooks import ChangeHook, GradientHook, SlicedStep, is_within_step
+from choros.training.replaced import derived
 
 T = TypeVar("T")
 _ATTRIBUTE = "_choros_gradient_hook"
@@ -117,8 +117,8 @@ def abandon_step(optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def _hook_of(optimizer: Any) -> GradientHook | ChangeHook:
-    hook: GradientHook | ChangeHook = getattr(optimizer, _ATTRIBUTE)
+def _hook_of(optimizer: Any) -> GradientHook:
+    hook: GradientHook = getattr(optimizer, _ATTRIBUTE)
     return hook
 
 
@@ -184,7 +184,7 @@ def DistributedOptimizer(
     return _wrap(optimizer, hook)
 
 
-def _adasum_hook(compression: Compressor, predivide_factor: float, process_set: ProcessSet) -> Any:
+def _adasum_hook(compression: Compressor, predivide_factor: float, process_set: ProcessSet) -> GradientHook:
     if predivide_factor != 1.0:
         raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
     return ChangeHook(compression, process_set) if has_others(process_set) else GradientHook(None)
@@ -315,11 +315,9 @@ def join(device: int = -1) -> int:
     return communicator.atomic(receive)
 
 
-def _wrap(optimizer: Any, hook: GradientHook | ChangeHook) -> Any:
+def _wrap(optimizer: Any, hook: GradientHook) -> Any:
     time_data_loaders()
-    base = type(optimizer)
-    namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    optimizer.__class__ = type(base.__name__, (_HorovodMethods, base), namespace)
+    optimizer.__class__ = derived(type(optimizer), _HorovodMethods)
     setattr(optimizer, _ATTRIBUTE, hook)
 
     def before(stepped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -39,9 +39,8 @@ from choros.comm import ProcessSet, Request
 from choros.errors import ConfigError, EngineError
 from choros.parallel.reduce.gradients import Ranges, SliceLayout, SparseRows
 from choros.parallel.reduce.reducer import GradientReducer
-from choros.parallel.reduce.slices import Holders, check_slices, gather_slices, own_items
-from choros.torch.division import DividedParameter, ParameterDivider, State, parameters_of
-from choros.torch.messages import decoded, encoded_or_refused
+from choros.parallel.reduce.slices import Holders, check_slices, gather_parts, gather_slices, own_items
+from choros.torch.division import DividedParameter, ParameterDivider, State, decoded, encoded_or_refused, parameters_of
 
 _ATTRIBUTE = "_choros_slices"
 _arrays = TorchArrays()
@@ -317,19 +316,11 @@ class ParameterSlices:
 
     def gather_messages(self, holders: Holders, part: Callable[[int], State]) -> list[bytes]:
         """Gathers ``part`` of each slice from a rank that has it; by slice, its message."""
-        communicator = self.process_set.communicator
-        senders = holders.senders(communicator.launched)
-        order = sorted(range(len(senders)), key=senders.__getitem__)
-        own = [encoded_or_refused(part(number)) for number in order if senders[number] == communicator.rank]
-        sizes = np.array([len(message) for message in own], np.int64).view(np.uint8)
-        counts = [sizes.itemsize * 8 * senders.count(rank) for rank in range(communicator.size)]
-        lengths = communicator.gather_bytes(sizes, counts).view(np.int64).tolist()
-        sent = [0] * communicator.size
-        for number, length in zip(order, lengths, strict=True):
-            sent[senders[number]] += length
-        together: NDArray[np.uint8] = communicator.gather_bytes(np.frombuffer(b"".join(own), np.uint8), sent)
-        messages = dict(zip(order, np.split(together, np.cumsum(lengths)[:-1]), strict=True))
-        return [messages[number].tobytes() for number in range(len(order))]
+
+        def message(number: int) -> NDArray[np.uint8]:
+            return np.frombuffer(encoded_or_refused(part(number)), np.uint8)
+
+        return [each.tobytes() for each in gather_parts(self.process_set.communicator, holders, message)]
 
     def divide_anew(self, ranges: Mapping[Any, Ranges]) -> None:
         """From now on, the ranks that there are have these items of the parameters."""

@@ -1,4 +1,14 @@
-"""What torch's hooks of ``step`` do for a distributed optimizer: reduce gradients before it, or combine its changes."""
+"""What torch's hooks of ``step`` do for a distributed optimizer: reduce gradients before it, or combine its changes.
+
+Each rank may have a slice of the state. Two ranks, of which rank 1 has no more batches and has joined: it makes the
+updates of its slices with the others' gradients and settings, such as the learning rate::
+
+    rank 0                                      rank 1
+    gradients  ── reducescatter, with zeros ──  keeps its items
+    settings   ───────────────────────────────► and, after synchronize(), the gradients as the user has clipped them
+    update of its slices                        update of its slices
+    parameters ────────── allgather ──────────  the same
+"""
 
 import itertools
 import sys
@@ -8,17 +18,31 @@ from functools import partial
 from types import FrameType
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from choros.comm import ProcessSet, Reduction, Request
 from choros.errors import ConfigError
 from choros.parallel.compression import Compressor
+from choros.parallel.identical import Comparison, check_identical
 from choros.parallel.ops import grouped_allreduce
 from choros.parallel.rank_memory import log_memory
-from choros.parallel.reduce.torch_backward import BackwardExchange
-from choros.torch.division import trained
-from choros.torch.sliced_step import ADVICE, SlicedStep
+from choros.parallel.reduce.gradients import Gradient
+from choros.parallel.reduce.slices import LOADED, check_loaded
+from choros.parallel.reduce.torch_backward import BackwardExchange, compare_parameters
+from choros.torch.division import decoded, encoded, trained
+from choros.torch.sliced_state import ParameterSlices, settings_of, use_settings
 
+_ADVICE = (
+    "Start all ranks from the same values: call broadcast_parameters(model.state_dict(), root_rank=0) and "
+    "broadcast_optimizer_state(optimizer, root_rank=0) before training, and in a function of hvd.elastic.run give the "
+    "model, too, to TorchState."
+)
+
+_SETTINGS_ADVICE = (
+    "Give all ranks identical settings: pass ReduceLROnPlateau the mean of their losses, hvd.allreduce(loss), and call "
+    "broadcast_optimizer_state(optimizer, root_rank=0) if one rank alone resumes."
+)
 _NOT_AGAIN = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): Horovod would "
     "reduce the gradients again, choros does not. Write: with optimizer.skip_synchronize(): optimizer.step()."
@@ -30,6 +54,126 @@ _created = itertools.count()
 
 
 @final
+class SlicedStep:
+    """What happens around torch's own ``step`` of one optimizer."""
+
+    def __init__(self, slices: ParameterSlices, exchange: BackwardExchange) -> None:
+        self.slices = slices
+        self._exchange = exchange
+        #: This rank's items of the gradients of the step.
+        self._items: list[Any] | None = None
+        #: The items that a rank that has joined has received.
+        self._received: list[Gradient] = []
+        #: If others have joined, the ranks that have batches, in a step of these.
+        self._active: tuple[int, ...] = ()
+        self._has_joined = False
+
+    @property
+    def _request(self) -> Request:
+        return Request("settings of the optimizer", self.slices.text, self.slices.name)
+
+    def scatter(self, optimizer: Any) -> None:
+        """Reduces the gradients, of which this rank receives its items."""
+        parameters = trained(optimizer)
+        self.slices.divide(optimizer)
+        self._items = self._exchange.scatter(parameters, [parameter.grad for parameter in parameters])
+
+    def begin(self, optimizer: Any) -> None:
+        """Prepares for the update of this rank's slices of the parameters, whose gradients are whole, or scattered."""
+        parameters, items, self._items = trained(optimizer), self._items, None
+        self._active = () if self._has_joined else self._communicator.not_joined
+        if self._active:
+            whole = None if items is not None else [parameter.grad for parameter in parameters]
+            self._announce(optimizer, whole, self._active[0])
+        if self.slices.is_whole and optimizer.state:
+            self.slices.loads += 1
+        if not self.slices.compared:
+            self.slices.compared = True
+            compare_parameters(parameters, Comparison(before=True), _ADVICE, self.slices.process_set)
+            self.compare(optimizer, Comparison(before=True))
+        if items is None:
+            items = self._cut(parameters, [parameter.grad for parameter in parameters])
+        self.slices.begin(optimizer, dict(zip(parameters, items, strict=True)))
+
+    def end(self, optimizer: Any) -> None:
+        """Gathers the parameters."""
+        self.slices.end(optimizer)
+        if self._active:  # ranks that have joined have gathered them, too, but have no batches
+            self._communicator.not_joined = self._active
+
+    def compare(self, optimizer: Any, comparison: Comparison) -> None:
+        """Checks that ranks have identical settings, such as the learning rate, and have loaded as many states: each
+        gives the others its own items, and parameters do not tell.
+        """
+        process_set, communicator = self.slices.process_set, self._communicator
+        loads = communicator.atomic(lambda: communicator.agree(LOADED, value=self.slices.loads))
+        check_loaded(loads, process_set.ranks)
+        self.slices.loads = 0
+        groups = enumerate(optimizer.param_groups)
+        places = [
+            (index, group, key) for index, group in groups for key, each in group.items() if isinstance(each, float)
+        ]
+        names = [f"{key} of group {index}" for index, _, key in places]
+        values = [np.array(group[key]) for _, group, key in places]
+
+        def assign(number: int, host: Any) -> None:
+            _, group, key = places[number]
+            group[key] = float(host)
+
+        check_identical(names, values, comparison, advice=_SETTINGS_ADVICE, process_set=process_set, assign=assign)
+
+    def abandon(self) -> None:
+        """Forgets the gradients of a step that is not made."""
+        self._items, self._received = None, []
+
+    def participate(self, optimizer: Any, parts: dict[Request, Callable[[Sequence[int]], None]]) -> None:
+        """Adds to ``parts`` how this rank participates without batches: see ``joining.join``."""
+        self._exchange.participate(parts, partial(setattr, self, "_received"))
+        parts[self._request] = partial(self._follow, optimizer)
+
+    def _announce(self, optimizer: Any, gradients: Sequence[Any] | None, sender: int) -> None:
+        """Tells ranks that have joined what they need for the update; the first that has not joined sends it."""
+        communicator = self._communicator
+        message = b""
+        if communicator.launched[communicator.rank] == sender:
+            message = encoded({"settings": settings_of(optimizer), "gradients": gradients})
+
+        def collective() -> None:
+            self._share(message, communicator.agree(self._request, value=len(message)))
+
+        communicator.atomic(collective)
+
+    def _share(self, message: bytes, lengths: Sequence[int]) -> bytes:
+        shared = self._communicator.gather_bytes(np.frombuffer(message, np.uint8), list(lengths))
+        return bytes(shared.tobytes())
+
+    def _follow(self, optimizer: Any, lengths: Sequence[int]) -> None:
+        """The part of a rank that has joined: it makes the step."""
+        heard = decoded(self._share(b"", lengths))
+        use_settings(optimizer, heard["settings"])
+        if heard["gradients"] is None:
+            self._items = self._exchange.items_of(self._received)
+        else:
+            self._items = self._cut(trained(optimizer), heard["gradients"])
+
+        def step() -> None:
+            active, self._has_joined = self._communicator.not_joined, True
+            try:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            finally:
+                self._communicator.not_joined, self._has_joined = active, False
+
+        self._communicator.when_settled(step)
+
+    def _cut(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        return [self.slices.own_items(*pair) for pair in zip(parameters, gradients, strict=True)]
+
+    @property
+    def _communicator(self) -> Any:
+        return self.slices.process_set.communicator
+
+
 class GradientHook:
     """Reduces one optimizer's gradients before its steps, if not ``skipping``; ``number``: those created before it.
     ``sliced``: what else happens in a step if each rank has a slice of the optimizer's state.
@@ -40,7 +184,7 @@ class GradientHook:
     def __init__(self, exchange: BackwardExchange | None, sliced: SlicedStep | None = None) -> None:
         self.exchange = exchange
         self._sliced = sliced
-        self.process_set = None if exchange is None else exchange.reducer.config.process_set
+        self.process_set: Any = None if exchange is None else exchange.reducer.config.process_set
         self.skipping = False
         self.number = next(_created)
         self._reduced = self._dropped = False
@@ -115,7 +259,7 @@ class GradientHook:
         """Once, ranks compare their parameters."""
         if self._sliced is not None:
             self._sliced.end(optimizer)
-        due = None if self.exchange is None else self.exchange.compare(ADVICE)
+        due = None if self.exchange is None else self.exchange.compare(_ADVICE)
         if due is not None and self._sliced is not None:
             self._sliced.compare(optimizer, due)
         if self.process_set is not None and not self._is_logged:
@@ -172,7 +316,7 @@ class GradientHook:
 
 
 @final
-class ChangeHook:
+class ChangeHook(GradientHook):
     """Adasum: each rank makes a step of its own, and ranks combine the changes of their parameters.
 
     ::
@@ -180,23 +324,13 @@ class ChangeHook:
         parameters ──step with this rank's gradients──► change ──Adasum of all ranks'──► parameters + combined change
     """
 
-    pending = False
-    skipping = False
-    exchange = None
     shares_state = False
-    takes_steps = True
 
     def __init__(self, compression: Compressor, process_set: ProcessSet) -> None:
+        super().__init__(None)
         self.process_set = process_set
-        self.number = next(_created)
         self._compression = compression
         self._before: list[tuple[Any, Any]] = []
-
-    def drop_gradients(self) -> None:
-        """Nothing: no hook counts backward passes."""
-
-    def reduce(self, optimizer: Any) -> None:
-        """Nothing: gradients are those of this rank."""
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps the parameters."""
@@ -221,12 +355,6 @@ class ChangeHook:
     def abandon_step(self) -> None:
         """Forgets the parameters before a step that is not made."""
         self._before = []
-
-    def participate(self, optimizer: Any, parts: dict[Request, Callable[[Sequence[int]], None]]) -> None:
-        """Nothing: what ranks combine says how."""
-
-    def set_micro_batches(self, passes: int) -> None:
-        """Nothing: autograd sums the gradients of backward passes until the step."""
 
 
 def is_within_step(optimizer: Any) -> bool:

@@ -1,13 +1,16 @@
 """Callbacks of both programming models: identical weights, metrics of all ranks, epochs that end together."""
 
 import logging
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from numbers import Real
 from typing import Any, final
 
 import keras
 
+from choros import durations
 from choros.comm import global_process_set, is_initialized, topology
 from choros.data.epochs import epochs_of_steps
 from choros.data.kinds import epochs_of_shard
@@ -17,9 +20,9 @@ from choros.observe.events import Kind
 from choros.observe.progress import page
 from choros.parallel.reduce import noise
 from choros.settings import current
+from choros.training.first_rank import is_first
 from choros.training.keras_internals.models import is_built, overrides
 from choros.training.loading import time_loading
-from choros.training.metric_reports import report_metrics
 from choros.training.metrics import (
     as_logged,
     count_examples,
@@ -29,7 +32,7 @@ from choros.training.metrics import (
     shared_logs,
 )
 from choros.training.random_numbers import draw_by_rank
-from choros.training.run_callback import RunCallback
+from choros.training.run_state import RunCallback
 from choros.training.trainer import Steps, attach, model_variables
 from choros.training.variables import broadcast_variables
 
@@ -65,7 +68,7 @@ class EpochCallback(keras.callbacks.Callback):
         self._steps.in_epoch = False
         self._steps.evaluation.forget()
         noise.publish(None)
-        report_metrics(self.model, self.params)
+        _report_metrics(self.model, self.params)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Marks that batches may come, so that the rank joins at their end."""
@@ -311,3 +314,48 @@ class MetricAverageCallback(EpochCallback):
 def _replace(logs: dict[str, Any] | None, results: dict[str, float]) -> None:
     if logs is not None:
         logs.update({name: value for name, value in results.items() if name in logs})
+
+
+def _report_metrics(model: Any, params: Mapping[str, Any]) -> None:
+    """Says how far ``fit`` is, for ``choros top`` and reports: rank 0 emits it once a second, with its logs, until the
+    end of ``fit``, if anybody listens. Keras' history does it, the last callback: it sees the logs as all leave them.
+    """
+    history = getattr(model, "history", None)  # a CallbackList of the user's may have none
+    if history is None or Kind.METRICS not in events.heard or "on_train_batch_end" in vars(history):
+        return
+    position = {"epochs": params.get("epochs"), "batches": params.get("steps")}
+    known: dict[str, float] = {}  # of the last epoch, such as those of validation
+    due, end_epoch = 0.0, history.on_epoch_end
+
+    def emit() -> None:
+        if is_first():
+            whole = {name: int(value) for name, value in position.items() if value is not None}
+            events.emit(Kind.METRICS, model.name, **whole, logs=dict(known))
+
+    def on_train_batch_end(batch: int, logs: Any = None) -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due:
+            due = now + durations.METRICS
+            position["batch"] = batch + 1
+            known.update(_numbers(logs))
+            emit()
+
+    def on_epoch_begin(epoch: int, *_: Any) -> None:
+        position.update(epoch=epoch + 1, batch=0)
+
+    def on_epoch_end(epoch: int, logs: Any = None) -> None:
+        end_epoch(epoch, logs)
+        position["batch"] = position["batches"]
+        known.update(_numbers(logs))
+
+    def on_train_end(*_: Any) -> None:
+        for hook in hooks:
+            delattr(history, hook)
+        emit()
+
+    hooks = {each.__name__: each for each in (on_epoch_begin, on_train_batch_end, on_epoch_end, on_train_end)}
+    vars(history).update(hooks)
+
+
+def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:
+    return {name: float(value) for name, value in (logs or {}).items() if isinstance(value, Real)}

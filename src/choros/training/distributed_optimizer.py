@@ -35,7 +35,6 @@ from choros.training.keras_internals.models import (
     trained_variables,
 )
 from choros.training.optimizer_reducer import OptimizerReducer
-from choros.training.optimizer_slots import OptimizerSlots, nbytes
 from choros.training.sliced_optimizer import (
     apply_scaled,
     assign_undivided,
@@ -52,7 +51,7 @@ from choros.training.tf_context import as_one_replica
 from choros.training.thread import doing, thread
 from choros.training.variables import broadcast_updates, value_of
 from choros.training.weighting import current_step
-from choros.training.whole_state import MEETING, WholeState
+from choros.training.whole_state import MEETING, OptimizerSlots, WholeState, nbytes
 
 _ATTRIBUTE = "_choros_reducer"
 _as_one_replica = as_one_replica if keras.backend.backend() == "tensorflow" else nullcontext
@@ -125,11 +124,11 @@ class _DistributedMixin:
                 check_process_set(process_set)
                 with doing("building_slices"):
                     self.__class__ = own_class(self)
-                    reducer.slices = Slices(self, variables, process_set, reducer.local)
-                    reducer.state = WholeState(self, reducer.slices, reducer.synchronize)
-                    slice_state(self, reducer.slices, reducer.state)
+                    slices = Slices(self, variables, process_set, reducer.local)
+                    reducer.state = WholeState(self, slices, reducer.synchronize)
+                    slice_state(self, reducer.state)
                     self.__class__ = derive(type(self), _DistributedMixin)
-                    super().build(reducer.slices.slice_variables)  # type: ignore[misc]
+                    super().build(slices.slice_variables)  # type: ignore[misc]
             elif reducer.has_state:
                 super().build(variables)  # type: ignore[misc]
             else:
@@ -286,30 +285,29 @@ def _cut_anew(optimizer: Any) -> None:
     reducer.synchronize()
     with doing("building_slices"), _as_one_replica(), keras.name_scope(optimizer.name):
 
-        def cut(holders: Holders) -> tuple[Slices, OptimizerSlots]:
-            slices = Slices(optimizer, slices_of(optimizer).variables, process_set, reducer.local, holders)
-            return slices, OptimizerSlots(inner, slices, state.slots.first)
+        def cut(holders: Holders) -> OptimizerSlots:
+            slices = Slices(optimizer, state.slices.variables, process_set, reducer.local, holders)
+            return OptimizerSlots(inner, slices, state.slots.first)
 
         holders, begun, values = object_of_first(
-            lambda: (slices_of(optimizer).holders, reducer.begun, undivided_values(optimizer))
+            lambda: (state.slices.holders, reducer.begun, undivided_values(optimizer))
         )
         if not holders.has(communicator.launched[communicator.rank]):  # this rank has joined since
-            rebuild(optimizer, *cut(holders))
+            rebuild(optimizer, cut(holders))
             assign_undivided(optimizer, values)
             reducer.begun, state.held = begun, ()
         while True:
-            slices, slots = cut(Holders.now(communicator))
+            slots = cut(Holders.now(communicator))
             parts: dict[int, Any] = {}
             for number in range(len(slots.whole)):
                 parts |= {
                     position: np.array(part) for position, part in slots.parts(number, state.whole(number)).items()
                 }
-            if slices.holders.members == communicator.launched:
+            if slots.slices.holders.members == communicator.launched:
                 break
-        rebuild(optimizer, slices, slots)
+        rebuild(optimizer, slots)
         for position, part in parts.items():
             state.assign_part(position, part)
-    reducer.slices = slices
     reducer.compile_again()
 
 

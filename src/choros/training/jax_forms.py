@@ -26,7 +26,6 @@ _RANDOM = frozenset(("random_bits", "rng_bit_generator", "rng_uniform", "threefr
 _CALLS = frozenset(
     ("checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat", "remat2")
 )
-_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 @final
@@ -93,6 +92,13 @@ def differentiation(factor_of: Callable[[Any], Any]) -> tuple[Any, dict[str, Any
     return jax, {"value_and_grad": value_and_grad, "grad": scaling(jax.grad, with_value=False)}
 
 
+def called_by(equation: Any) -> Any:
+    """The program that an operation calls with its last arguments; ``None`` if it does something else."""
+    names = ("jaxpr", "call_jaxpr", "fun_jaxpr") if equation.primitive.name in _CALLS else ()
+    inner = next((equation.params[each] for each in names if each in equation.params), None)
+    return getattr(inner, "jaxpr", inner)
+
+
 @final
 class _ReadProgram:
     """A program that ``jax`` traces, and does not run: the forms of its first result, and of values that it marks."""
@@ -124,9 +130,7 @@ class _ReadProgram:
 
     def _step(self, equation: Any, operands: list[ValueForm]) -> list[ValueForm]:
         name, parameters = equation.primitive.name, equation.params
-        inner = next((parameters[each] for each in _INNER if name in _CALLS and each in parameters), None)
-        if inner is not None:
-            jaxpr = getattr(inner, "jaxpr", inner)
+        if (jaxpr := called_by(equation)) is not None:
             given = operands[len(operands) - len(jaxpr.invars) :]
             return self._run(jaxpr, given, [self._reading.leaf(each.aval.shape) for each in jaxpr.constvars])
         shapes = [getattr(each.aval, "shape", ()) for each in equation.outvars]

@@ -8,6 +8,8 @@ import keras
 
 from choros.observe.progress import page
 
+_END = object()
+
 
 def time_loading(model: Any) -> None:
     """Times what ``fit`` reads in the epoch that begins, in the training function that it has made, or where torch
@@ -50,16 +52,14 @@ class _TensorFlow:
 
 
 def _jax(function: Callable[..., Any], state: Any, iterator: Any) -> Any:
-    return function(state, _Timed(iterator))
+    return function(state, _timed(iterator))
 
 
-@final
-class _Timed(Iterator[Any]):
-    """An iterator whose batches are waited for."""
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-
-    def __next__(self) -> Any:
+def _timed(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yields batches that are waited for."""
+    while True:
         with page.loading():
-            return next(self._batches)
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch

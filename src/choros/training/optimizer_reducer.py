@@ -81,8 +81,7 @@ class OptimizerReducer:
         self.name = ""
         self.state_owner = state_owner
         self._shard_state = shard_state
-        #: This rank's slices, once the optimizer is built, if each has a slice of its state.
-        self.slices: Slices | None = None
+        #: That of one process, once the optimizer is built, if each rank has a slice of it.
         self.state: WholeState | None = None
         #: The model that is trained, which an optimizer's state, kept for other ranks, must not keep.
         self.model: Callable[[], Any] = lambda: None
@@ -116,6 +115,11 @@ class OptimizerReducer:
         reducer = GradientReducer(config, self.name)
         reducer.correction = correction
         return reducer
+
+    @property
+    def slices(self) -> Slices | None:
+        """This rank's slices of the optimizer's state, if it has some."""
+        return None if self.state is None else self.state.slices
 
     @cached_property
     def _summing(self) -> GradientReducer:
@@ -226,23 +230,14 @@ class OptimizerReducer:
         """Before their first update in slices, checks that all ranks have the same variables: each would give others
         its own items, and no later comparison could tell.
         """
-        first, arrays = self._is_first, keras_arrays()
-        values = list(map(value_of, variables))
         names = [getattr(variable, "path", variable.name) for variable in variables]
 
-        def check(hosts: Sequence[Any]) -> Sequence[Array]:
+        def check(hosts: Sequence[Any]) -> None:
             divergence = "warn" if self.reducer.divergence == "warn" else "error"
             comparison, process_set = Comparison(1, 1, divergence, before=True), self.reducer.config.process_set
             check_identical(names, hosts, comparison, advice=self._advice, process_set=process_set)
-            return [np.asarray(0, np.int32)]
 
-        if arrays.is_symbolic([first]):
-            tensors = arrays.values_if(first > 0, values)
-            keras.ops.cond(
-                first > 0, lambda: arrays.host_call(check, tensors, [FLAG])[0], lambda: keras.ops.zeros((), "int32")
-            )
-        elif first:
-            check(values)
+        _call_if(self._is_first, check, list(map(value_of, variables)))
         self._is_first = False
 
     def compare(self, variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
@@ -269,20 +264,9 @@ class OptimizerReducer:
                 process_set = reducer.config.process_set
                 check_identical(names, arrays, reducer.due, advice=self._advice, process_set=process_set, assign=assign)
 
-        if not adapter.is_symbolic([due]):
-            check(own)
+        if in_place or reducer.divergence != "heal" or not adapter.is_symbolic([due]):
+            _call_if(due, check, own)
             return _replaced(values, {shared[i]: adapter.from_host(host, own[i]) for i, host in healed.items()})
-        if in_place or reducer.divergence != "heal":
-
-            def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
-                check(hosts)
-                return [np.asarray(0, np.int32)]
-
-            tensors = adapter.values_if(due > 0, own)
-            keras.ops.cond(
-                due > 0, lambda: adapter.host_call(on_host, tensors, [FLAG])[0], lambda: keras.ops.zeros((), "int32")
-            )
-            return values
 
         def healing(hosts: Sequence[Array]) -> Sequence[Array]:
             healed.clear()
@@ -316,8 +300,6 @@ class OptimizerReducer:
         if config.bucket_bytes is not None:
             return self._reduce_buckets(reducer, gradients, layout, examples)
 
-        slices = self.slices
-
         def on_host(hosts: Sequence[Array], own: list[Gradient], out: Sequence[Array] | None) -> list[Gradient]:
             done, count = map(int, hosts)
             exchange = (done + 1) % config.micro_batches == 0
@@ -325,7 +307,7 @@ class OptimizerReducer:
             return reducer.reduce(own, examples=count, exchange=exchange, layout=layout, out=out)
 
         numbers, flag = (micro_batches, examples), lambda: reducer.due is not None
-        if slices is not None:
+        if (slices := self.slices) is not None:
             return self._reduce_slices(
                 slices, on_host, numbers, gradients, layout, lambda: bool(reducer.due) + 2 * self._begin(variables)
             )
@@ -478,6 +460,24 @@ class OptimizerReducer:
             if sizes == [each.items(rank) if isinstance(each, SliceLayout) else -1 for each in layout]:
                 return variables
         return default
+
+
+def _call_if(due: Any, function: Callable[[Sequence[Any]], None], values: Sequence[Any]) -> None:
+    """Calls ``function`` with the ``values`` if ``due``: now, or whenever the compiled step runs."""
+    adapter = keras_arrays()
+    if not adapter.is_symbolic([due]):
+        if due:
+            function(values)
+        return
+
+    def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
+        function(hosts)
+        return [np.asarray(0, np.int32)]
+
+    tensors = adapter.values_if(due > 0, values)
+    keras.ops.cond(
+        due > 0, lambda: adapter.host_call(on_host, tensors, [FLAG])[0], lambda: keras.ops.zeros((), "int32")
+    )
 
 
 def _replaced(values: list[Any], new: Mapping[int, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Attributes of other libraries' modules, classes and objects, replaced as long as a block runs."""
+"""What is changed in other libraries: attributes as long as a block runs; classes of objects, by subclasses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,3 +32,22 @@ def _assign(owner: Any, values: dict[str, Any]) -> None:
             (delattr if plain else object.__delattr__)(owner, name)
         else:
             (setattr if plain else object.__setattr__)(owner, name, value)
+
+
+_derived: dict[tuple[type, type], type] = {}
+
+
+def derived(base: type, behaviour: type) -> type:
+    """The subclass of ``base``, overridden by the mixin ``behaviour``, of the same name; created only once."""
+    kind = _derived.get((base, behaviour))
+    if kind is None:
+        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        kind = _derived[base, behaviour] = type(base.__name__, (behaviour, base), namespace)
+    return kind
+
+
+def underived(kind: type) -> type:
+    """The class of which ``derived`` has made ``kind``; any other class itself."""
+    while kind in _derived.values():
+        kind = kind.__bases__[1]
+    return kind

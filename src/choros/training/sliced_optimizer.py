@@ -31,12 +31,11 @@ from choros.training.keras_internals.models import (
     update_if_finite,
 )
 from choros.training.keras_internals.slice_variables import Outline, outline_of
-from choros.training.optimizer_slots import OptimizerSlots
 from choros.training.sliced_state import Slices
 from choros.training.variables import OF_SLICE, value_of
-from choros.training.whole_state import WholeState, host_value
+from choros.training.whole_state import OptimizerSlots, WholeState, host_value
 
-_ATTRIBUTE, _STATE = "_choros_slices", "_choros_state"
+_ATTRIBUTE = "_choros_state"
 _loads_alone = False
 
 
@@ -219,33 +218,30 @@ def _outer_variables(optimizer: Any) -> list[Any]:
 
 def slices_of(optimizer: Any) -> Slices:
     """The slices of an optimizer that has some, or of the one inside it."""
-    slices: Slices = getattr(innermost(optimizer), _ATTRIBUTE)
-    return slices
+    return state_of(optimizer).slices
 
 
 def state_of(optimizer: Any) -> WholeState:
     """The state that one process would have, of an optimizer of which this rank has slices."""
-    state: WholeState = getattr(innermost(optimizer), _STATE)
+    state: WholeState = getattr(innermost(optimizer), _ATTRIBUTE)
     return state
 
 
-def slice_state(optimizer: Any, slices: Slices, state: WholeState) -> None:
+def slice_state(optimizer: Any, state: WholeState) -> None:
     """Makes an optimizer one that is to be built with slice variables; ``derive`` it again around its new class."""
     inner = innermost(optimizer)
     inner.__class__ = derive(type(inner), _Sliced)
-    object.__setattr__(inner, _ATTRIBUTE, slices)
-    object.__setattr__(inner, _STATE, state)
+    object.__setattr__(inner, _ATTRIBUTE, state)
     if inner is not optimizer:
         optimizer.__class__ = derive(type(optimizer), _SlicedLossScale)
 
 
-def rebuild(optimizer: Any, slices: Slices, slots: OptimizerSlots) -> None:
-    """Builds an optimizer anew, for other slices; the state in them is as Keras begins it."""
+def rebuild(optimizer: Any, slots: OptimizerSlots) -> None:
+    """Builds an optimizer anew, for the slots of other slices; the state in them is as Keras begins it."""
     inner = innermost(optimizer)
     slices_of(optimizer).is_replaced = True
-    object.__setattr__(inner, _ATTRIBUTE, slices)
-    state_of(optimizer).cut_anew(slices, slots)
-    variables = slices.slice_variables
+    state_of(optimizer).cut_anew(slots)
+    variables = slots.slices.slice_variables
     slice_variables.unbuild(inner, slots.first)
     _Sliced.build(inner, variables)
     if inner is not optimizer:

@@ -1,4 +1,10 @@
-"""The state of an optimizer that ranks have in slices, as one process has it::
+"""The state of an optimizer that ranks have in slices, as one process has it: in files, and in its order::
+
+one process   iteration  learning_rate  m of a  m of b  v of a  v of b      the slots of the variables a and b
+rank 0        iteration  learning_rate  m of a  m of b  v of a  v of b      of a, and the first items of b
+rank 1        iteration  learning_rate  m of b  v of b                      of the other items of b
+
+Any rank may save it, slot by slot: the others give their items when they next wait for one another::
 
 rank 0                               rank 1
 model.save: slot 3 ──── asks ──────► waits for rank 0 in its next step, or has ended
@@ -6,8 +12,10 @@ model.save: slot 3 ──── asks ──────► waits for rank 0 in i
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast, final
 
 import keras
@@ -15,11 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Request
-from choros.parallel.reduce.slices import LOADED, check_loaded
+from choros.parallel.reduce.slices import LOADED, check_loaded, gather_parts
 from choros.training.host_gradients import FLAG, keras_arrays
 from choros.training.keras_internals.models import innermost
-from choros.training.keras_internals.slice_variables import outline_of
-from choros.training.optimizer_slots import OptimizerSlots, Slot
+from choros.training.keras_internals.slice_variables import Outline, building, outline, outline_of
 from choros.training.sliced_state import ALONE, Slices
 from choros.training.variables import value_of
 
@@ -28,6 +35,94 @@ _HELD = Request("optimizer state of the root")
 MEETING = Request("step of JAX")
 #: How often requests of this text were made.
 _requested: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A variable of an optimizer: the ``ordinal``-th one that belongs to the model's variable ``index``; ``None``: to
+    none, so that all ranks have it.
+    """
+
+    index: int | None
+    ordinal: int
+    outline: Outline
+
+
+def slots(entries: Sequence[Outline], of_each: Sequence[Sequence[Outline]], shared: Sequence[Outline]) -> list[Slot]:
+    """Returns what an optimizer's variables belong to: ``entries``, if it is built for several variables, ``of_each``
+    for each alone, and ``shared`` for none.
+
+    >>> rate, m, v = Outline("rate", (), "float32"), Outline("a_m", (2,), "float32"), Outline("b_m", (3,), "float32")
+    >>> [(slot.index, slot.ordinal) for slot in slots([rate, m, v], [[rate, m], [rate, v]], [rate])]
+    [(None, 0), (0, 0), (1, 0)]
+    """
+    owners: dict[Outline, deque[int]] = {}
+    for index, own in enumerate(of_each):
+        for each in (Counter(own) - Counter(shared)).elements():
+            owners.setdefault(each, deque()).append(index)
+    counts: Counter[int | None] = Counter()
+    results = []
+    for each in entries:
+        owner = owners[each].popleft() if owners.get(each) else None
+        results.append(Slot(owner, counts[owner], each))
+        counts[owner] += 1
+    return results
+
+
+def nbytes(variable: Any) -> int:
+    """Returns the bytes of a variable, or of its outline."""
+    size: int = math.prod(variable.shape) * np.dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize
+    return size
+
+
+@final
+class OptimizerSlots:
+    """The slots of an optimizer that one process would have, and those that this rank has."""
+
+    def __init__(self, optimizer: Any, slices: Slices, first: Sequence[Any] | None = None) -> None:
+        """``first``: the variables that the optimizer had before it was built, if it is."""
+        self.first = list(optimizer.variables) if first is None else list(first)
+        self._optimizer, self.slices = optimizer, slices
+        variables, own_variables, pieces = slices.variables, slices.slice_variables, slices.pieces
+        of = partial(outline, optimizer, self.first)
+        nothing = of([])
+        with building(inside=slices.is_inside):
+            self.whole = slots(of(variables), [of([each]) for each in variables], nothing)
+            own = slots(of(own_variables), [of([each]) for each in own_variables], nothing)
+        self._positions = {
+            (None if slot.index is None else pieces[slot.index], slot.ordinal): position
+            for position, slot in enumerate(own)
+        }
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        """This rank's variables for its slots."""
+        variables: Sequence[Any] = self._optimizer.variables
+        return variables
+
+    @property
+    def of_slices(self) -> list[Any]:
+        """Those that other ranks do not have."""
+        return [self.variables[position] for (piece, _), position in self._positions.items() if piece is not None]
+
+    def position(self, slot: Slot, number: int = ALONE) -> int | None:
+        """The position in ``variables`` of a process's slot, or its items in this slice; ``None``: not of this rank."""
+        piece = None if slot.index is None else (slot.index, number)
+        return self._positions.get((piece, slot.ordinal))
+
+    def parts(self, number: int, value: NDArray[Any]) -> dict[int, NDArray[Any]]:
+        """Returns what this rank has of the ``value`` of a slot of one process, by the positions in ``variables``."""
+        slot, slices = self.whole[number], self.slices
+        if slot.index is None or slot.index not in slices.ranges:
+            position = self.position(slot)
+            return {} if position is None else {position: value}
+        found = {}
+        for each in slices.held:
+            position = self.position(slot, each)
+            if position is not None:
+                ranges = slices.ranges[slot.index][each]
+                found[position] = value.reshape(-1)[slice(*ranges)] if slices.by_item else value
+        return found
 
 
 @final
@@ -42,7 +137,6 @@ class WholeState:
     def __init__(self, optimizer: Any, slices: Slices, synchronize: Callable[[], None]) -> None:
         """``optimizer`` is not built yet. ``synchronize`` gives variables the values that JAX's trainer has."""
         inner = innermost(optimizer)
-        self._slices = slices
         self._synchronize = synchronize
         self._state: Sequence[NDArray[Any]] = ()
         self.loaded = False
@@ -52,25 +146,30 @@ class WholeState:
         self._request = self._served_request(type(inner).__name__)
         self._serve()
 
+    @property
+    def slices(self) -> Slices:
+        """Those that this rank has."""
+        return self.slots.slices
+
     def _served_request(self, name: str) -> Request:
         """The request by which a rank asks the others for a slot."""
-        shapes = [str(outline_of(variable)[1:]) for variable in self._slices.variables]
+        shapes = [str(outline_of(variable)[1:]) for variable in self.slices.variables]
         text = f"{len(self.slots.whole)} variables of {name} for {', '.join(shapes)}"
         number = _requested[text] = _requested[text] + 1
         return Request("optimizer state", text, str(number) if number > 1 else "", served=True)
 
     def _serve(self) -> None:
         """Lets the ranks that there are now ask this one for its items."""
-        communicator = self._slices.process_set.communicator
+        communicator = self.slices.process_set.communicator
         communicator.serve(self._request, self.exchange)
         communicator.kept.append(self)
 
     def whole(self, number: int) -> NDArray[Any]:
         """Returns the slot with this number of one process, gathered from the ranks: a call of this one suffices."""
         slot = self.slots.whole[number]
-        if slot.index not in self._slices.ranges:
+        if slot.index not in self.slices.ranges:
             return cast(NDArray[Any], self._value(slot))  # all ranks have it
-        communicator = self._slices.process_set.communicator
+        communicator = self.slices.process_set.communicator
 
         def collective() -> NDArray[np.uint8]:
             communicator.agree(self._request, value=number)
@@ -80,26 +179,13 @@ class WholeState:
 
     def exchange(self, number: int) -> NDArray[np.uint8]:
         """This rank's part in gathering a slot: of each slice, one rank sends the items."""
-        slot, slices = self.slots.whole[number], self._slices
-        index, communicator = cast(int, slot.index), slices.process_set.communicator
-        senders = slices.holders.senders(communicator.launched)
-        items = math.prod(slot.outline.shape)
-        width = np.dtype(slot.outline.dtype).itemsize
-        sizes = [
-            (stop - start if slices.by_item else items * (stop > start)) * width for start, stop in slices.ranges[index]
-        ]
-        order = sorted(range(len(senders)), key=senders.__getitem__)
-        values = [self._value(slot, each) for each in order if senders[each] == communicator.rank]
-        own = [value.reshape(-1).view(np.uint8) for value in values if value is not None]
-        counts = [0] * communicator.size
-        for size, sender in zip(sizes, senders, strict=True):
-            counts[sender] += size
-        received = communicator.gather_bytes(np.concatenate([*own, np.empty(0, np.uint8)]), counts)
-        if order == [*range(len(order))]:
-            return received
-        ends = np.cumsum([sizes[each] for each in order])
-        parts = {each: received[end - sizes[each] : end] for each, end in zip(order, ends, strict=True)}
-        return np.concatenate([parts[each] for each in range(len(order))])
+        slot, slices = self.slots.whole[number], self.slices
+
+        def part(number: int) -> NDArray[np.uint8]:
+            value = self._value(slot, number)
+            return np.empty(0, np.uint8) if value is None else value.reshape(-1).view(np.uint8)
+
+        return np.concatenate(gather_parts(slices.process_set.communicator, slices.holders, part))
 
     def receive(self, root_rank: int) -> None:
         """Gives each rank its part of the whole state that ``root_rank`` was given, if it was; all ranks call it.
@@ -107,7 +193,7 @@ class WholeState:
         Raises:
             ConfigError: on all ranks, if the root has read its own part only, and others have not.
         """
-        communicator, ranks = self._slices.process_set.communicator, self._slices.process_set.ranks
+        communicator, ranks = self.slices.process_set.communicator, self.slices.process_set.ranks
         if root_rank not in ranks:
             return  # of which other ranks have none
         root = ranks.index(root_rank)
@@ -123,12 +209,12 @@ class WholeState:
 
     def check_start(self) -> None:
         """Once, checks that all ranks have read their part of a state, or none; all ranks call it in each update."""
-        communicator = self._slices.process_set.communicator
+        communicator = self.slices.process_set.communicator
         communicator.kept.append(self)
         if not self._started:
             self._started = True
             loaded = communicator.atomic(lambda: communicator.agree(LOADED, value=int(self.loaded)))
-            check_loaded(loaded, self._slices.process_set.ranks)
+            check_loaded(loaded, self.slices.process_set.ranks)
             self.held = ()
         self.loaded = False
 
@@ -138,7 +224,7 @@ class WholeState:
         """
         known = dict(zip(map(id, optimizer.variables), values, strict=True))
         own = [known[id(each)] if id(each) in known else value_of(each) for each in self.slots.variables]
-        communicator = self._slices.process_set.communicator
+        communicator = self.slices.process_set.communicator
 
         def on_host(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
             self._state = hosts
@@ -174,9 +260,9 @@ class WholeState:
         variable = self.slots.variables[position]
         variable.assign(np.reshape(items, tuple(variable.shape)))
 
-    def cut_anew(self, slices: Slices, slots: OptimizerSlots) -> None:
-        """From now on, this rank has the pieces in ``slices``, as the others have theirs."""
-        self._slices, self.slots = slices, slots
+    def cut_anew(self, slots: OptimizerSlots) -> None:
+        """From now on, this rank has the pieces in the slices of ``slots``, as the others have theirs."""
+        self.slots = slots
         self._started, self.loaded = True, False
         self._serve()
 

@@ -28,8 +28,7 @@ from choros.data.kinds import are_arrays, epochs_behind
 from choros.data.rows import check_global_batch, count_rows, cut
 from choros.distribute import datasets
 from choros.distribute.fit.gradients import distribute_optimizer, follow_seeds
-from choros.distribute.fit.prediction import predict_rows
-from choros.distribute.fit.shares import BATCH, evaluation_data, shares_named, training_data
+from choros.distribute.fit.shares import BATCH, evaluation_data, predict_rows, shares_named, training_data
 from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.replicas import Replicas
 from choros.distribute.saving import write_once
@@ -83,7 +82,7 @@ from choros.training.metrics import (
     watch,
 )
 from choros.training.random_numbers import draw_by_rank
-from choros.training.run_callback import RunCallback
+from choros.training.run_state import RunCallback
 from choros.training.tensorboard import TensorBoard
 from choros.training.thread import thread
 from choros.training.trainer import attach

@@ -20,12 +20,13 @@ In an elastic job another rank has a copy of each slice, and makes the same upda
 import bisect
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from choros.comm import Communicator, ProcessSet, Reduction, Request, global_process_set
 from choros.comm.fusion import WireDtype, aligned_empty, concatenate_scaled, scale_into
@@ -333,6 +334,23 @@ def gather_held(
 
     communicator.atomic(collective)
     return [flat.reshape(each.shape) for flat, each in zip(flats, layout, strict=True)]
+
+
+def gather_parts(
+    communicator: Communicator, holders: Holders, part: Callable[[int], NDArray[np.uint8]]
+) -> list[NDArray[np.uint8]]:
+    """Gathers ``part(number)`` of each slice from a rank that has it; by slice, its bytes. All ranks call it."""
+    senders = holders.senders(communicator.launched)
+    order = sorted(range(len(senders)), key=senders.__getitem__)
+    own = [part(number) for number in order if senders[number] == communicator.rank]
+    sizes = np.array([len(each) for each in own], np.int64).view(np.uint8)
+    lengths = communicator.gather_bytes(sizes, [8 * senders.count(rank) for rank in range(communicator.size)])
+    sent, ends = [0] * communicator.size, np.cumsum(lengths.view(np.int64)).tolist()
+    for number, start, end in zip(order, [0, *ends], ends, strict=False):
+        sent[senders[number]] += end - start
+    together = communicator.gather_bytes(np.concatenate([*own, np.empty(0, np.uint8)]), sent)
+    parts = dict(zip(order, np.split(together, ends[:-1]), strict=True))
+    return [parts[number] for number in range(len(order))]
 
 
 def _shares(layout: Sequence[SliceLayout], flats: Sequence[Array], ranks: int) -> list[list[Array]]:

@@ -20,7 +20,7 @@ from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.trainer import Trainer as Trainer
 from keras.src.utils.tracking import no_automatic_dependency_tracking as no_automatic_dependency_tracking
 
-from choros.training.replaced import replaced
+from choros.training.replaced import derived, replaced
 
 # Imported unchanged for other modules, besides base classes that have no public name:
 #   in_stateless_scope                whether variables have the values of a function's arguments.
@@ -151,25 +151,12 @@ def update_if_finite(optimizer: Any, finite: Any, state: Any, gradients: Any, va
     return update() if finite else skip()
 
 
-_derived_classes: dict[tuple[type, type], type] = {}
-
-
 def derive(base: type, behaviour: type) -> type:
-    """The subclass of ``base``, overridden by the mixin ``behaviour``, that is saved as ``base``; created only once."""
-    derived = _derived_classes.get((base, behaviour))
-    if derived is None:
-        namespace = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        derived = _derived_classes[base, behaviour] = type(base.__name__, (behaviour, base), namespace)
-        # Under its public name Keras finds a class when it loads a file.
-        if (public_name := api_export.REGISTERED_OBJS_TO_NAMES.get(base)) is not None:
-            api_export.REGISTERED_OBJS_TO_NAMES[derived] = public_name
-    return derived
-
-
-def underived(kind: type) -> type:
-    """The class of which ``derive`` has made ``kind``; any other class itself."""
-    while kind in _derived_classes.values():
-        kind = kind.__bases__[1]
+    """``derived``, of a class that is saved as ``base``."""
+    kind = derived(base, behaviour)
+    # Under its public name Keras finds a class when it loads a file.
+    if (public_name := api_export.REGISTERED_OBJS_TO_NAMES.get(base)) is not None:
+        api_export.REGISTERED_OBJS_TO_NAMES[kind] = public_name
     return kind
 
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import keras
 from keras.src.utils.tracking import DotNotTrackScope, Tracker
 
-from choros.training.keras_internals.models import AnyVariable, BaseOptimizer, in_stateless_scope, underived
+from choros.training.keras_internals.models import AnyVariable, BaseOptimizer, in_stateless_scope
+from choros.training.replaced import underived
 
 
 def create(variable: Any, shape: tuple[int, ...]) -> Any:
