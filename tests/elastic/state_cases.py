@@ -208,6 +208,27 @@ def case_a_torch_state_goes_on_from_the_last_commit():
     assert sorted(index for each in allgather_object(own_indices) for index in each) == list(range(len(x)))
 
 
+def case_a_commit_of_a_torch_state_is_in_host_memory(monkeypatch):
+    import torch
+
+    import choros.torch as hvd
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).to(device)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 2, device=device)).sum().backward()
+    optimizer.step()
+    state, moved = hvd.elastic.TorchState(model, optimizer), []
+    to_host = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: (moved.append(tensor), to_host(tensor))[1])
+    handlers = state.committed()["handlers"]
+    monkeypatch.undo()
+    assert handlers["model"]._metadata == model.state_dict()._metadata
+    slots = [each for slot in handlers["optimizer"]["state"].values() for each in slot.values()]
+    assert {each.device.type for each in (*handlers["model"].values(), *slots)} == {"cpu"}
+    assert len(moved) == len(model.state_dict()) + len(slots)
+
+
 def case_a_commit_of_a_torch_state_is_of_all_values_or_none():
     import torch
 

@@ -9,6 +9,7 @@ ON = {
     "case_a_model_without_variables_is_an_error": "torch",
     "case_a_commit_has_the_state_of_all_optimizers": "torch",
     "case_an_error_of_the_first_rank_is_raised_on_all": "torch",
+    "case_a_commit_of_a_torch_state_is_in_host_memory": "torch",
     "case_a_commit_of_a_torch_state_is_of_all_values_or_none": "torch",
     "case_a_torch_state_goes_on_from_the_last_commit": "torch",
     "case_a_torch_state_is_synchronised_and_its_values_can_be_replaced": "torch",

@@ -1,8 +1,11 @@
 """The division of cores among ranks."""
 
+import os
+
 import pytest
 
-from choros.launch.plan.cores import Share, divide, physical_cores, processor_quota
+from choros.launch.plan import cores as module
+from choros.launch.plan.cores import Share, divide, physical_cores, processor_quota, share_of
 from choros.launch.plan.rank_environment import MEMORY, THREADS, rank_settings
 
 FOUR = [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -92,6 +95,23 @@ def test_the_users_settings_stay():
     settings = rank_settings(user, Share((0,), 1), "linux")
     assert not settings.keys() & (user.keys() | MEMORY.keys())
     assert settings["NPROC"] == "2", "XLA needs a thread besides the one that waits for other ranks"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux binds")
+@pytest.mark.parametrize(
+    ("own", "parents", "share"),
+    [
+        (4, 4, Share((), 2)),  # a container's
+        (1, 4, Share((), 1)),  # mpirun has bound this process
+        (1, 1, Share((), 1, oversubscribed=True)),
+    ],
+)
+def test_without_binding_ranks_share_what_their_parent_may_use(monkeypatch, own, parents, share):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(parents if pid else own)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(module, "physical_cores", lambda allowed: [(each,) for each in allowed])
+    monkeypatch.setattr(module, "processor_quota", lambda: None)
+    assert share_of(1, 2, bind=False) == share
 
 
 def test_waiting_ranks_yield_if_the_host_is_oversubscribed():

@@ -16,7 +16,6 @@ from choros.launch.plan.hosts import Host, parse_hostfile, parse_hosts, ranks_pe
         ("a:4,b:2", (Host("a", 4), Host("b", 2))),
         (" a:1 , b.example.org:8 ", (Host("a", 1), Host("b.example.org", 8))),
         ("10.0.0.1:2", (Host("10.0.0.1", 2),)),
-        ("[fe80::1]:2", (Host("fe80::1", 2),)),
         ("a:1,b:1,a:2", (Host("a", 3), Host("b", 1))),
     ],
 )
@@ -28,6 +27,11 @@ def test_hosts(text, hosts):
 def test_invalid_hosts(text):
     with pytest.raises(ConfigError, match="--hosts"):
         parse_hosts(text)
+
+
+def test_ipv6_addresses_are_not_cut():
+    with pytest.raises(ConfigError, match="takes no IPv6 address, such as fe80::1: give the host a name"):
+        parse_hosts("a:2,[fe80::1]:2")
 
 
 def test_hostfile(tmp_path):

@@ -201,6 +201,17 @@ def case_a_session_with_one_thread_is_told_the_remedy(monkeypatch: pytest.Monkey
     check(hvd.allreduce(tf.ones(2)), np.ones(2))
 
 
+def case_arguments_of_other_types_are_refused() -> None:
+    ragged, sparse = tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.sparse.from_dense([1.0, 0.0])
+    for given, message in ((ragged, "RaggedTensor cannot be communicated"), (sparse, "SparseTensor cannot be")):
+        for collective in (hvd.allreduce, hvd.allgather, lambda value: hvd.broadcast(value, 0)):
+            with pytest.raises(ConfigError, match=message):
+                collective(given)
+    for options, message in (({"name": 5}, "name=5.: expected a str"), ({"process_set": 3}, "expected a ProcessSet")):
+        with pytest.raises(ConfigError, match=message):
+            hvd.allreduce(tf.ones(2), **options)
+
+
 def case_average_is_deprecated() -> None:
     with pytest.warns(DeprecationWarning, match="use op=Average") as caught:
         check(hvd.allreduce(tf.ones(2), average=False), np.full(2, 2.0))

@@ -48,6 +48,11 @@ class TensorflowArrays(DeviceArrayAdapter):
         return tf.convert_to_tensor(host)
 
     def spec(self, array: Any) -> ArraySpec:
+        if isinstance(array, tf.RaggedTensor | tf.SparseTensor):
+            raise ConfigError(
+                f"a {type(array).__name__} cannot be communicated: give its parts (values and row_splits, or indices) "
+                "to collectives, or a dense tensor."
+            )
         if array.shape.rank is None:
             raise ConfigError(
                 "the number of dimensions of this tensor is not known while the tf.function is traced: set it with "

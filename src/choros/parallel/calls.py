@@ -76,6 +76,10 @@ class CollectiveCall:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op", Reduction(self.op))
+        if not isinstance(self.name, str | None):
+            raise ConfigError(f"{self.collective}(name={self.name!r}): expected a str or None.")
+        if not isinstance(self.process_set, ProcessSet):
+            raise ConfigError(f"{self.collective}(process_set={self.process_set!r}): expected a ProcessSet.")
         check_compressor(self.compression)
 
     @property

@@ -29,6 +29,7 @@ from choros.errors import HostsUpdatedInterrupt
 from choros.parallel.horovod import HorovodInternalError
 from choros.parallel.objects import broadcast_object
 from choros.torch import slice_commits
+from choros.torch.messages import on_host
 from choros.torch.optimizer import abandon_step
 from choros.torch.sliced_state import SavedSlices, slices_of
 from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
@@ -213,7 +214,7 @@ class TorchState(ObjectState):
 
     def committed(self) -> Any:
         """Returns what was saved of the values that have a ``state_dict``, and the objects."""
-        handlers = {name: getattr(each, "saved", None) for name, each in self._handlers.items()}
+        handlers = {name: on_host(getattr(each, "saved", None)) for name, each in self._handlers.items()}
         return {"handlers": handlers, "objects": super().committed()}
 
     def use(self, committed: Any) -> None:

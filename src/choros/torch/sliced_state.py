@@ -40,7 +40,8 @@ from choros.errors import ConfigError, EngineError
 from choros.parallel.reduce.gradients import Ranges, SliceLayout, SparseRows
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.slices import Holders, check_slices, gather_parts, gather_slices, own_items
-from choros.torch.division import DividedParameter, ParameterDivider, State, decoded, encoded_or_refused, parameters_of
+from choros.torch.division import DividedParameter, ParameterDivider, State, parameters_of
+from choros.torch.messages import decoded, encoded_or_refused
 
 _ATTRIBUTE = "_choros_slices"
 _arrays = TorchArrays()

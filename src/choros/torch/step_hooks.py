@@ -30,7 +30,8 @@ from choros.parallel.rank_memory import log_memory
 from choros.parallel.reduce.gradients import Gradient
 from choros.parallel.reduce.slices import LOADED, check_loaded
 from choros.parallel.reduce.torch_backward import BackwardExchange, compare_parameters
-from choros.torch.division import decoded, encoded, trained
+from choros.torch.division import trained
+from choros.torch.messages import decoded, encoded
 from choros.torch.sliced_state import ParameterSlices, settings_of, use_settings
 
 _ADVICE = (

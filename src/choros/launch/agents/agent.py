@@ -56,7 +56,7 @@ def serve_host(cluster: ClusterHost, slots: int, seconds: float, show: Callable[
     for number in _LEAVES:
         signal.signal(number, lambda *_: commands.leave())
     try:
-        hub.send(AgentReady(cluster.index, slots, socket.getfqdn()))
+        hub.send(AgentReady(cluster.index, slots, _own_name()))
         show(f"chorosrun: this host runs ranks for chorosrun on {cluster.first}, which shows what they print.")
         while not isinstance(message := hub.receive(), JobOver):
             commands.obey(message)
@@ -70,6 +70,11 @@ def serve_host(cluster: ClusterHost, slots: int, seconds: float, show: Callable[
     finally:
         end_children()
     return message.code
+
+
+def _own_name() -> str:
+    full = socket.getfqdn()
+    return os.uname().nodename if full.startswith("localhost") else full
 
 
 def _connected(cluster: ClusterHost, address: str, seconds: float, show: Callable[[str], None]) -> Channel:

@@ -4,7 +4,7 @@ Two unbound ranks, each with a thread pool for all cores, run slower than one ra
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 #: One physical core: the numbers of its hardware threads.
@@ -80,10 +80,10 @@ def processor_quota(cgroup: Path = _CGROUP) -> float | None:
         return None
 
 
-def allowed_processors() -> list[int]:
-    """Returns the numbers of the processors that this process may use."""
+def allowed_processors(pid: int = 0) -> list[int]:
+    """Returns the numbers of the processors that a process, by default this one, may use."""
     if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
+        return sorted(os.sched_getaffinity(pid))
     return list(range(os.cpu_count() or 1))
 
 
@@ -96,7 +96,7 @@ def share_of(local_rank: int, local_size: int, bind: bool) -> Share:
     """Returns the share of a rank on this host; if choros does not bind, mpirun may have bound this process already."""
     allowed = allowed_processors()
     cores = physical_cores(allowed)
-    if bind:
-        return divide(cores, local_rank, local_size, processor_quota())
-    bound_by_mpirun = len(allowed) < (os.cpu_count() or 1)
-    return Share(bind=(), threads=len(cores) if bound_by_mpirun else max(1, len(cores) // local_size))
+    if not bind and len(allowed) < len(allowed_processors(os.getppid())):  # mpirun's, or its daemon's
+        return Share(bind=(), threads=len(cores))
+    share = divide(cores, local_rank, local_size, processor_quota())
+    return share if bind else replace(share, bind=())

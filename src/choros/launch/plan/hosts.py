@@ -98,6 +98,11 @@ def parse_discovered(text: str, slots: int | None = None, where: str = "--host-d
 def _merged(hosts: Iterable[Host], where: str) -> tuple[Host, ...]:
     slots: dict[str, int] = {}
     for host in hosts:
+        if ":" in host.name:
+            raise ConfigError(
+                f"{where}: mpirun takes no IPv6 address, such as {host.name}: give the host a name, in /etc/hosts or "
+                "as a Host of ~/.ssh/config."
+            )
         if host.slots < 1:
             raise ConfigError(f"{where}: host {host.name} has no slots; give it at least one or leave it out.")
         if host.slots > MOST_SLOTS:
