@@ -68,7 +68,9 @@ class _DistributedMixin:
             _build(optimizer, trainable_variables)
         variables = trained_by(self) if trainable_variables is None else trainable_variables
         reducer: Any = reducer_of(self)
-        reduced = list(grads) if thread.giving_reduced else self._reduce(grads, variables)
+        # Where another distributed optimizer applies updates through this one, they are reduced, too.
+        is_reduced = thread.giving_reduced or thread.applying_updates
+        reduced = list(grads) if is_reduced else self._reduce(grads, variables)
         _apply_reduced(self, reduced, trainable_variables)
         if reducer.is_due:
             # Slices are gathered, and the same on all ranks; what has updated them may not be.
