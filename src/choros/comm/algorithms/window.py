@@ -250,9 +250,9 @@ def _combine(parts: Sequence[NDArray[Any]], ufunc: np.ufunc, out: NDArray[Any]) 
 def share(host: MPI.Intracomm, nbytes: int) -> list[NDArray[np.uint8]]:
     """Returns the memory of each rank of ``host``; all must call it. If one fails, all raise an ``OSError``.
 
-    It is a memfd or a temporary file, as ``/dev/shm`` is small in containers, and is reserved first: a file that is only
-    mapped, as Open MPI's are before ``reserve_segments``, ends a process by SIGBUS when the file system is full. A
-    barrier of MPI makes writes visible to the other ranks::
+    It is a memfd or a temporary file, as ``/dev/shm`` is small in containers, and is reserved first: a file that is
+    only mapped, as Open MPI's are before ``reserve_segments``, ends a process by SIGBUS when the file system is full.
+    A barrier of MPI makes writes visible to the other ranks::
 
         rank 0                            rank 1
         reserve: memfd, posix_fallocate   reserve
