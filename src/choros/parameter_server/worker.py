@@ -42,7 +42,7 @@ class Worker:
         self._defined: dict[Reference, int] = {}
         self._iterators: dict[tuple[int, int], Iterator[Any]] = {}
         if keras.backend.backend() == "jax":
-            from choros.arrays.jax_host_call import spare_xla_thread
+            from choros.arrays.jax_arrays import spare_xla_thread
 
             spare_xla_thread()
 
