@@ -404,8 +404,7 @@ class Members(Primitives):
         message, sign = b"" if request.spec is None else request.spec.encode(), 1
         if request.explain is not None:
             message, sign = request.explain(), -1
-            if self.signatures is not None:
-                message = self.signatures.sign(message, collective=self.collectives, rank=self.rank)
+            message = self.signatures.sign(message, collective=self.collectives, rank=self.rank)
         known, lengths = self._control_message(request, np.array((knows, sign * len(message)), np.int64))
         if {*known} == {KNOWN}:
             return b""
@@ -416,8 +415,6 @@ class Members(Primitives):
         explanation = self._share(message if self.rank == sender else b"", sent)[sender]
         if length > 0:
             return CollectiveSpec.decode(explanation)
-        if self.signatures is None:
-            return explanation
         return self.signatures.verified(explanation, collective=self.collectives, rank=sender)
 
     # ── moves: unchecked, in ``exclusive()``, after ``agree`` ─────────────────────────────────────

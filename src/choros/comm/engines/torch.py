@@ -85,7 +85,6 @@ class TorchCommunicator(Communicator):
     """Ranks that are processes, connected with each other by Gloo; ``peers`` knows which ranks are lost."""
 
     engine = "torch"
-    signatures: Signatures
 
     def __init__(
         self,
@@ -198,7 +197,7 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
     config = current()
     seconds = config.start_timeout
     store: dist.Store = dist.HashStore()
-    signatures = Signatures(b"")
+    signatures = Signatures()
     address = LOOPBACK
     if topology.size > 1 and topology.launcher in WITHOUT_MPI:
         store, signatures, address = store_at(_master(topology), topology, seconds)
