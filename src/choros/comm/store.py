@@ -36,7 +36,7 @@ import numpy as np
 import torch.distributed as dist  # noqa: TID253  (imported by the torch engine alone)
 
 from choros import durations
-from choros.comm.communicator import Communicator
+from choros.comm.communicator import Communicator, bytes_of_first
 from choros.comm.peers import Loss, PeerWatch
 from choros.comm.signature import Signatures
 from choros.errors import EngineError, EngineUnavailable, PeerLostError
@@ -48,8 +48,6 @@ from choros.transport.channel import Channel, ChannelClosed, Unreachable, connec
 from choros.transport.listener import Listener
 from choros.transport.secret import Key, rank_key, secret_in
 
-#: The maximum length of the address and the key that rank 0 broadcasts.
-_TEXT_BYTES = 256
 #: The key of a random value that rank 0 chooses for the job.
 _JOB = "job"
 #: How ranks are lost.
@@ -265,16 +263,15 @@ def store_over(control: Communicator, seconds: float) -> tuple[dist.Store, Signa
     if control.size == 1:
         return dist.HashStore(), Signatures(), LOOPBACK
     hosts = control.allgather(np.frombuffer(hashlib.blake2b(this_host().encode(), digest_size=8).digest(), np.int64))
-    text = np.zeros(_TEXT_BYTES, np.uint8)
-    if control.rank == 0:
+
+    def offered() -> bytes:
         # If all ranks are on one host, other hosts must not be able to connect.
         listening = listen(LOOPBACK if (hosts == hosts[0]).all() else outward_address())
         secret = secrets.token_bytes(32)
-        encoded = json.dumps([*listening.getsockname()[:2], secret.hex()]).encode()
         _Values(control.size).listen(listening, Key(secret))
-        text[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    sent = control.broadcast(text, 0, name="address of the store").tobytes().rstrip(b"\0")
-    host, port, hexadecimal = json.loads(sent)
+        return json.dumps([*listening.getsockname()[:2], secret.hex()]).encode()
+
+    host, port, hexadecimal = json.loads(bytes_of_first(control, offered, "the start of the ranks' store"))
     key = Key(bytes.fromhex(hexadecimal))
     store, address = _connected(str(Master(host, port)), key, control.rank, seconds)
     return store, _signatures(store), address

@@ -8,8 +8,7 @@ import torch  # noqa: TID253  (imported where the user has it)
 import torch.distributed as dist  # noqa: TID253
 
 from choros.comm.communicator import Communicator
-from choros.comm.devices import Device, DeviceLink, agree_to_connect, as_tensor
-from choros.comm.engines.nccl import connection_error, share_cards
+from choros.comm.devices import Device, DeviceLink, agree_to_connect, as_tensor, connection_error, share_cards
 from choros.comm.engines.torch import (
     FOREVER,
     TorchCommunicator,
