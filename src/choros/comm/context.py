@@ -26,7 +26,7 @@ from choros.comm.process_set import ProcessSet, global_process_set
 from choros.comm.recording import end_recording, merge_after_crash, start_recording
 from choros.comm.request import SHUTDOWN, called_at
 from choros.comm.selection import select
-from choros.comm.waiting import LongWait
+from choros.comm.waiting import reported
 from choros.errors import ChorosError, ConfigError, EngineError, MismatchError, NotInitializedError
 from choros.observe import events
 from choros.settings import Config, horovod_unused, keep
@@ -342,10 +342,8 @@ def _current(what: str) -> _JobState:
 
 def _end(job: _JobState) -> None:
     _listeners.start()
-    wait = LongWait(events.LEAVING, job.communicator.launched)
-    wait.report(0.0)
-    job.finalize()
-    wait.end()
+    with reported(events.LEAVING, job.communicator.launched):
+        job.finalize()
     _listeners.stop()
 
 
@@ -361,12 +359,8 @@ def _start_engine(config: Config, position: Topology, comm: Any) -> tuple[Commun
         return (*engine.start(position, comm), engine.finalize)
     global _finalize
     _finalize = engine.finalize  # also of a rank that does not take part
-    wait = LongWait(events.INIT, range(position.size))
-    wait.report(0.0)  # at once: MPI's own start waits for all ranks, and cannot be polled
-    try:
+    with reported(events.INIT, range(position.size)):  # MPI's own start waits for all ranks, and cannot be polled
         return (*engine.start(position, comm), engine.finalize)
-    finally:
-        wait.end()
 
 
 @cache

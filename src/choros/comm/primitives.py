@@ -13,7 +13,7 @@ from choros.comm.membership import Change
 from choros.comm.reduction import Reduction
 from choros.comm.request import SHUTDOWN
 from choros.comm.signature import Signatures
-from choros.comm.waiting import LongWait
+from choros.comm.waiting import Awaited
 
 Array = NDArray[Any]
 
@@ -78,9 +78,9 @@ class Primitives(ABC):
         present = {number: rank for rank, number in enumerate(self.whole.launched)}
         return tuple([present.get(number, -1) for number in self.launched])
 
-    def _long_wait(self) -> LongWait:
+    def _long_wait(self) -> Awaited:
         """The wait for the other members in the current collective."""
-        return LongWait(str(self._asked), self.launched)
+        return str(self._asked), self.launched
 
     def _settle(self, *, completed: bool) -> bool:
         """Whether all members have completed the collective: the same answer on all of them."""

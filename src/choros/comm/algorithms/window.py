@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from choros.comm.primitives import CHUNK_BYTES
 from choros.comm.reduction import UFUNCS, Reduction, loses_nans
-from choros.comm.waiting import LongWait, wait_until
+from choros.comm.waiting import Awaited, wait_until
 from choros.topology import shard_range
 
 
@@ -128,7 +128,7 @@ class WindowReduction:
         owners: MPI.Intracomm | None,
         ranks: HostRanks,
         block_bytes: int,
-        describe: Callable[[], LongWait],
+        describe: Callable[[], Awaited],
     ) -> None:
         """``owners`` own this rank's slice on all hosts (step 3); ``None`` if it owns none, or there is one host."""
         self._host = host

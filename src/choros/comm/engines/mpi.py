@@ -25,7 +25,7 @@ from choros.comm.fusion import aligned_empty, chunk_bytes
 from choros.comm.members import LEAVES, NEWCOMER, MemberLost
 from choros.comm.primitives import Array
 from choros.comm.reduction import Reduction
-from choros.comm.waiting import LongWait, idle_yield, wait_until
+from choros.comm.waiting import Awaited, idle_yield, wait_until
 from choros.errors import ConfigError, EngineError, EngineUnavailable, PeerLostError
 from choros.observe.events import INIT, LEAVING
 from choros.settings import current
@@ -459,12 +459,12 @@ def _meet(world: MPI.Intracomm, *, leaves: bool) -> list[int]:
             world = _job.world = shrunk(world, lambda comm: comm)
 
 
-def _long_wait(what: str, comm: MPI.Intracomm) -> LongWait:
+def _long_wait(what: str, comm: MPI.Intracomm) -> Awaited:
     """The wait for the members, by their ranks as the launcher numbers them."""
     present = _job.communicator
     if present is not None and present.elastic and present.size == comm.Get_size():
-        return LongWait(what, present.launched)  # there may be ranks that mpirun has not started
-    return LongWait(what, comm.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group()))
+        return what, present.launched  # there may be ranks that mpirun has not started
+    return what, comm.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group())
 
 
 class _MpiJob:

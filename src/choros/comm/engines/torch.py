@@ -56,7 +56,7 @@ from choros.comm.store import (
     translated,
 )
 from choros.comm.store_watch import StallWatch, StragglerWatch
-from choros.comm.waiting import LongWait, Reporter
+from choros.comm.waiting import Awaited, Reporter
 
 #: The dtypes that Gloo reduces itself.
 _GLOO_DTYPES = frozenset(
@@ -301,7 +301,7 @@ def gloo_group(store: dist.Store, rank: int, size: int, address: str, seconds: f
 
 
 def wait_on_host(
-    work: Any, check: Callable[[], None], describe: Callable[[], LongWait] | None = None, transfer: float = math.inf
+    work: Any, check: Callable[[], None], describe: Callable[[], Awaited] | None = None, transfer: float = math.inf
 ) -> None:
     """Waits for a collective of host tensors, which takes ``transfer`` seconds if all are there; ``check`` raises what
     ends it. The thread sleeps a tenth of a second at most, after which Python can handle Ctrl-C.
