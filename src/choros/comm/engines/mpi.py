@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -110,23 +110,6 @@ class _Comms(NamedTuple):
             comm = world.Split(host.Get_rank() if host.Get_rank() < hosts.slices else MPI.UNDEFINED, rank)
             owners = None if comm == MPI.COMM_NULL else MPI.Intracomm(comm)
         return cls(world, host, owners, list(leaders), tuple(numbers))
-
-
-class _Made(NamedTuple):
-    """What the members of a new communicator make together: see ``_MpiJob.world`` and ``MpiCommunicator``."""
-
-    comms: _Comms
-    world: MPI.Intracomm | None
-    collectives: int
-    tuning: Tuning
-
-    @classmethod
-    def of(cls, members: MpiCommunicator, comm: MPI.Intracomm) -> Self:
-        """Makes of ``comm`` what belongs to the ``members`` that are in it; all of them call it."""
-        comms = _Comms.of(comm, _job.number)
-        world = comm.Dup() if members is _job.communicator else None
-        collectives = allreduced(comm, members.collectives, MPI.MAX)
-        return cls(comms, world, collectives, comm.bcast(members.tuning))
 
 
 @final
@@ -274,8 +257,8 @@ class MpiCommunicator(Communicator):
         revoke(self._comms.world, self._comms.host, self._comms.owners)
         _job.has_lost = True
         with _translated("the recovery from a loss"):
-            made = shrunk(self._comm, partial(_Made.of, self))
-        self._take_over(made)
+            take_over = shrunk(self._comm, self._prepared)
+        take_over()
         if self is _job.communicator and _job.admissions is not None and self.noticed & LEAVES:
             _job.admissions.gone |= {*launched} - {*self.launched}
         left = {launched.index(each) for each in self.launched}
@@ -283,12 +266,20 @@ class MpiCommunicator(Communicator):
         if self is _job.communicator and problem:
             raise PeerLostError(f"{problem}: the job ends.", ends_job=True)
 
-    def _take_over(self, made: _Made) -> None:
-        self._use(made.comms)
-        _job.world = made.world or _job.world
-        self.collectives = made.collectives
-        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
-        self.tune(made.tuning)
+    def _prepared(self, comm: MPI.Intracomm) -> Callable[[], None]:
+        """Makes of ``comm``, with its other members, what belongs to it; returns what makes them these members."""
+        comms = _Comms.of(comm, _job.number)
+        world = comm.Dup() if self is _job.communicator else None
+        collectives, tuning = allreduced(comm, self.collectives, MPI.MAX), comm.bcast(self.tuning)
+
+        def take_over() -> None:
+            self._use(comms)
+            _job.world = world or _job.world
+            self.collectives = collectives
+            self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+            self.tune(tuning)
+
+        return take_over
 
     def _admit(self) -> bool:
         """See ``mpi_admission.py``. After a loss the next collective finds these members' communicator revoked."""
@@ -307,10 +298,10 @@ class MpiCommunicator(Communicator):
     def admit_to(self, comm: MPI.Intracomm) -> bool:
         """Makes the members of ``comm``, a new one among them, those of this communicator, if all complete it."""
         _job.has_new_ranks = _job.has_lost = True
-        made = unless_lost(partial(_Made.of, self, comm), comm)
-        if not agreed(comm, completed=made is not None) or made is None:
+        take_over = unless_lost(partial(self._prepared, comm), comm)
+        if not agreed(comm, completed=take_over is not None) or take_over is None:
             return False
-        self._take_over(made)
+        take_over()
         return True
 
     def _close(self) -> None:
