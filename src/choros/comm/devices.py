@@ -31,10 +31,13 @@ _SHARE_CARDS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 @dataclass(frozen=True)
 class Device:
-    """A device of this process: its type, such as ``cuda`` or ``cpu``, and its number, as CUDA numbers it."""
+    """A device of this process: its type, such as ``cuda`` or ``cpu``, and its number, as CUDA numbers it; where
+    gradients are reduced, also the framework of the tensors there.
+    """
 
     type: str
     index: int = 0
+    framework: str = ""
 
     def __str__(self) -> str:
         return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
@@ -45,7 +48,7 @@ def device_of(array: Any) -> Device:
 
     >>> import numpy as np
     >>> device_of(np.ones(2))
-    Device(type='cpu', index=0)
+    Device(type='cpu', index=0, framework='')
     """
     own: Any = getattr(array, "device", None)
     if hasattr(own, "index") and hasattr(own, "type"):  # torch's: DLPack does not know all of its devices
