@@ -359,7 +359,7 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     if comm is None and current().elastic:
         own = os.environ.get("PMIX_HOSTNAME") or this_host()
         hosts = current().slots.split(",") if current().slots else world.allgather(own)
-        _job.admissions = Admissions(RankSlots.of(communicator.size, hosts), facts(), _job.gate)
+        _job.admissions = Admissions(RankSlots(communicator.size, tuple(hosts)), facts(), _job.gate)
         communicator.opening = _job.admissions.opening
     _tune(communicator)
     position = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
@@ -371,10 +371,9 @@ def _start_new_rank(topology: Topology) -> tuple[Communicator, Topology]:
     if _job.entrance is None:
         _job.entrance = Entrance(MPI.Comm.Get_parent())
     entrance = _job.entrance
-    invitation = entrance.invitation
-    _job.number = invitation.number
-    admissions = _job.admissions = Admissions(invitation.slots, facts(), _job.gate)
-    hosts = [str(leader) for leader in invitation.slots.known_to(invitation.number)]
+    number = _job.number = entrance.number
+    admissions = _job.admissions = Admissions(entrance.slots, facts(), _job.gate)
+    hosts = [str(leader) for leader in entrance.slots.known_to(number)]
 
     def enter() -> Communicator | None:
         answer = entrance.wait(admissions.number)
@@ -390,9 +389,9 @@ def _start_new_rank(topology: Topology) -> tuple[Communicator, Topology]:
             sys.exit(0)
         return communicator
 
-    alone = LocalCommunicator(invitation.number, hosts, enter)
+    alone = LocalCommunicator(number, hosts, enter)
     alone.opening = admissions.opening
-    return alone, Topology.from_hosts(hosts, invitation.number, launcher=topology.launcher)
+    return alone, Topology.from_hosts(hosts, number, launcher=topology.launcher)
 
 
 def _tune(communicator: MpiCommunicator) -> None:
