@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from choros.comm.fusion import (
     Chunk,
     FusionBuffer,
     Layout,
-    Span,
     aligned_empty,
     batches,
     pack,
@@ -142,17 +141,18 @@ def scatter_shares(
         shares     rank 0: a a a│b b          rank 1: a a│b
         messages   a a ┊ a a      a b ┊ b      b ┊                   the next items of each share
     """
-    slots = [[*slots_of(enumerate(part.size for part in share))] for share in shares]
-    most = max(1, members.chunk_bytes // wire.itemsize // members.size)
-    for start in range(0, max(spans[-1].stop if spans else 0 for spans in slots), most):
-        chunks = [_next_items(spans, start, most) for spans in slots]
+    for chunks in _messages(members, shares, wire.itemsize):
         parts = [chunk.parts(share) for chunk, share in zip(chunks, shares, strict=True)]
         _scatter_message(members, parts, wire, op, chunks[members.rank].parts(targets), write, fill)
 
 
-def _next_items(spans: Sequence[Span], start: int, most: int) -> Chunk:
-    last = spans[-1].stop if spans else 0
-    return Chunk.of(spans, min(last, start), min(last, start + most))
+def _messages(members: Members, shares: Sequence[Sequence[Array]], itemsize: int) -> Iterator[list[Chunk]]:
+    """Of each message the items of each share, which are the next ones, of some flat arrays."""
+    slots = [[*slots_of(enumerate(part.size for part in share))] for share in shares]
+    ends = [spans[-1].stop if spans else 0 for spans in slots]
+    most = max(1, members.chunk_bytes // itemsize // members.size)
+    for start in range(0, max(ends), most):
+        yield [Chunk.of(spans, min(end, start), min(end, start + most)) for spans, end in zip(slots, ends, strict=True)]
 
 
 def _scatter_message(
@@ -191,11 +191,8 @@ def gather_shares(members: Members, own: Sequence[Array], outs: Sequence[Sequenc
     """Gathers flat arrays of one dtype, ``own`` of this rank, into ``outs[rank]``: of the same sizes on all ranks,
     in messages as those of ``scatter_shares``. This rank's own ``outs`` may be the memory of ``own``.
     """
-    slots = [[*slots_of(enumerate(part.size for part in share))] for share in outs]
     dtype = next((part.dtype for share in outs for part in share), np.dtype(np.uint8))
-    most = max(1, members.chunk_bytes // dtype.itemsize // members.size)
-    for start in range(0, max(spans[-1].stop if spans else 0 for spans in slots), most):
-        chunks = [_next_items(spans, start, most) for spans in slots]
+    for chunks in _messages(members, outs, dtype.itemsize):
         parts = chunks[members.rank].parts(own)
         message = parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, dtype)])
         counts = [(chunk.stop - chunk.start) * dtype.itemsize for chunk in chunks]
