@@ -44,8 +44,7 @@ from choros.observe import events
 from choros.observe.events import Event, Kind
 from choros.topology import Master, Topology
 from choros.transport.address import LOOPBACK, Location, address_towards, is_loopback, outward_address, this_host
-from choros.transport.channel import Channel, ChannelClosed, Unreachable, connect, connect_within, listen
-from choros.transport.listener import Listener
+from choros.transport.channel import Channel, ChannelClosed, Listener, Unreachable, connect, connect_within, listen
 from choros.transport.secret import Key, rank_key, secret_in
 
 #: The key of a random value that rank 0 chooses for the job.

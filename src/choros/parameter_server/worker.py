@@ -20,8 +20,7 @@ from choros.parameter_server.recipes import compile_copy
 from choros.parameter_server.remote_value import PerWorkerDataset
 from choros.parameter_server.scope_objects import ScopeObjects
 from choros.parameter_server.session import ServerSession
-from choros.transport.channel import Channel, ChannelClosed, Failure
-from choros.transport.listener import Listener
+from choros.transport.channel import Channel, ChannelClosed, Failure, Listener
 
 
 @final
