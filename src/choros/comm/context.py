@@ -27,7 +27,7 @@ from choros.comm.recording import end_recording, merge_after_crash, start_record
 from choros.comm.request import SHUTDOWN, called_at
 from choros.comm.selection import select
 from choros.comm.waiting import reported
-from choros.errors import ChorosError, ConfigError, EngineError, MismatchError, NotInitializedError
+from choros.errors import ChorosError, ConfigError, EngineError, NotInitializedError
 from choros.observe import events
 from choros.settings import Config, horovod_unused, keep
 from choros.topology import Topology, detect
@@ -129,16 +129,14 @@ def shutdown() -> None:
         # With others, for which it has waited here, unless it is alone; a new rank was with none.
         if not job.communicator.is_new and (job.communicator.size > 1 or size == 1):
             events.emit(events.Kind.FINISHED, events.SHUTDOWN)
-    except (MismatchError, EngineError) as error:
+    except EngineError:
         # Another rank has ended, or has received the shutdown and continues. What is collective can no longer be freed.
         job.finalize = lambda: None
-        if isinstance(error, EngineError):
-            for process_set in (*job.process_sets.values(), global_process_set):
-                process_set.abandon()
+        for process_set in (*job.process_sets.values(), global_process_set):
+            process_set.abandon()
     else:
         for process_set in (*job.process_sets.values(), global_process_set):
             process_set.unregister()
-    global_process_set.forget()
     _listeners.stop()
     keep(None)
     global _finalize
