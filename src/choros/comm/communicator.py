@@ -199,20 +199,16 @@ class Communicator(Members):
         self.atomic(lambda: self.agree(_request("barrier", (), name)))
 
     @final
-    def start(self, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        """Starts a collective without a name, in the order of such calls; do not change its arrays until ``Work.wait``.
+    def start(self, name: str, collective: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
+        """Starts a collective, or some in a row, that ranks match by ``name``: in any order, once at a time; ``""``: in
+        the order of such calls. Do not change its arrays until ``Work.wait``.
 
         >>> from choros.comm.engines.local import LocalCommunicator
         >>> communicator = LocalCommunicator()
-        >>> work = communicator.start(communicator.allreduce, [1.0, 2.0], Reduction.SUM)
+        >>> work = communicator.start("", communicator.allreduce, [1.0, 2.0], Reduction.SUM)
         >>> work.wait()
         array([1., 2.])
         """
-        return self._queue.submit("", collective, *args, **kwargs)
-
-    @final
-    def start_named(self, name: str, collective: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        """``start`` of a collective, or some in a row, that ranks match by ``name``: in any order, once at a time."""
         return self._queue.submit(name, collective, *args, **kwargs)
 
     @final
