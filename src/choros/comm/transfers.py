@@ -13,15 +13,13 @@ from choros.comm.fusion import (
     Chunk,
     FusionBuffer,
     Layout,
-    aligned_empty,
     batches,
+    flat_items,
     pack,
     plan_fusion,
-    reduce_chunks,
+    reduce_buffers,
     regrouped,
     slots_of,
-    views,
-    within,
 )
 from choros.comm.members import Members
 from choros.comm.primitives import Array
@@ -49,21 +47,11 @@ def reduce_all(
         for out, array in zip(outs or (), combined, strict=False):
             np.copyto(out, array)
         return outs or combined
-    flats = [_flat(array) for array in arrays]
-    results = [np.empty(0)] * len(arrays) if outs is None else outs
-    targets = None if outs is None else [_flat(out) for out in outs]
-    fill, write = functools.partial(pack, flats), writer(op, members.size)
+    fill = functools.partial(pack, [flat_items(array) for array in arrays])
     # By messages, a minimum or maximum that keeps a NaN costs more than the copies.
     direct_bytes = None if op in (Reduction.MIN, Reduction.MAX) else members.direct_bytes
-    for buffer in _plan(layout, members.chunk_bytes, direct_bytes):
-        engine_op = working_op(buffer.dtype, op)
-        if targets is None:
-            flat = aligned_empty((buffer.size,), buffer.dtype)
-            reduce_chunks(members, buffer, engine_op, fill, functools.partial(within, flat), write)
-            views(buffer, flat, layout, results)
-        else:
-            reduce_chunks(members, buffer, engine_op, fill, functools.partial(Chunk.parts, flats=targets), write)
-    return results
+    buffers = _plan(layout, members.chunk_bytes, direct_bytes)
+    return reduce_buffers(members, layout, buffers, op, fill, writer(op, members.size), outs)
 
 
 def gather_rows(members: Members, rows: Array, lengths: Sequence[int]) -> Array:
@@ -120,7 +108,10 @@ def _scatter_together(members: Members, arrays: list[Array], op: Reduction) -> l
     dtype, size, working = arrays[0].dtype, members.size, working_dtype(arrays[0].dtype)
     shares = [[array[slice(*shard_range(len(array), rank, size))] for array in arrays] for rank in range(size)]
     results = [np.empty(rows.shape, dtype) for rows in shares[members.rank]]
-    flats, targets = [[_flat(rows) for rows in share] for share in shares], [_flat(result) for result in results]
+    flats, targets = (
+        [[flat_items(rows) for rows in share] for share in shares],
+        [flat_items(result) for result in results],
+    )
     scatter_shares(members, flats, working, working_op(dtype, op), targets, writer(op, size))
     return results
 
@@ -247,11 +238,6 @@ def exchange_rows(members: Members, rows: Array, counts: NDArray[np.int64]) -> t
 
 def _bytes(array: Array) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _flat(array: Array) -> Array:
-    flat = array.ravel()
-    return flat.view(np.uint8) if flat.dtype.kind == "b" else flat
 
 
 @functools.lru_cache(maxsize=256)
