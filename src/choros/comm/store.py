@@ -352,34 +352,29 @@ def _published(master: Master, topology: Topology, address: str, key: Key, secon
 
 def _connected(address: str, key: Key, rank: int, seconds: float) -> tuple[RendezvousStore, str]:
     """Waits until rank 0 listens at ``address``; returns its store, and the address from which this host reaches it."""
-    try:
-        channel = _patiently(lambda limit: connect(address, key, _name(rank), _name(0), limit), address, seconds)
-    except Unreachable as error:
-        raise _silent(address, rank, seconds, error.__cause__) from error
+    channel = _patiently(lambda limit: connect(address, key, _name(rank), _name(0), limit), address, rank, seconds)
     return RendezvousStore(channel), channel.own_address
 
 
 def _reach(master: Master, rank: int, seconds: float) -> str:
     """Waits until torch's store listens at ``master``; returns the address from which this host reaches it."""
+    with _patiently(lambda limit: connect_within(str(master), limit), str(master), rank, seconds) as connection:
+        return str(connection.getsockname()[0])
+
+
+def _patiently(attempt: Callable[[float], T], address: str, rank: int, seconds: float) -> T:
+    """Returns ``attempt(seconds)``, which waits for rank 0; says so after some seconds. An error if nothing answers."""
+    left = seconds
     try:
-        with _patiently(lambda limit: connect_within(str(master), limit), str(master), seconds) as connection:
-            return str(connection.getsockname()[0])
-    except OSError as error:
-        raise _silent(str(master), rank, seconds, error) from error
-
-
-def _patiently(attempt: Callable[[float], T], address: str, seconds: float) -> T:
-    """Returns ``attempt(seconds)``, which waits for rank 0; says so after some seconds."""
-    if seconds > durations.SLOW_CONNECT:
-        with contextlib.suppress(Unreachable, OSError):
-            return attempt(durations.SLOW_CONNECT)
-        _log.warning("waiting for rank 0 to listen at %s, for %g s at most.", address, seconds)
-        seconds -= durations.SLOW_CONNECT
-    return attempt(seconds)
-
-
-def _silent(address: str, rank: int, seconds: float, error: BaseException | None) -> EngineUnavailable:
-    return EngineUnavailable(
-        f"rank {rank}: nothing answers at {address}, where the ranks connect, within {seconds:g} s ({error}). Is rank "
-        "0 started, on that host? Is the port open? CHOROS_START_TIMEOUT=SECONDS makes ranks wait longer."
-    )
+        if seconds > durations.SLOW_CONNECT:
+            with contextlib.suppress(Unreachable, OSError):
+                return attempt(durations.SLOW_CONNECT)
+            _log.warning("waiting for rank 0 to listen at %s, for %g s at most.", address, seconds)
+            left -= durations.SLOW_CONNECT
+        return attempt(left)
+    except (Unreachable, OSError) as error:
+        raise EngineUnavailable(
+            f"rank {rank}: nothing answers at {address}, where the ranks connect, within {seconds:g} s "
+            f"({error.__cause__ or error}). Is rank 0 started, on that host? Is the port open? "
+            "CHOROS_START_TIMEOUT=SECONDS makes ranks wait longer."
+        ) from error
