@@ -35,7 +35,7 @@ def collectives(communicator: Communicator) -> dict[str, Callable[[], object]]:
         "broadcast": lambda: communicator.broadcast(large),
         "reducescatter": lambda: communicator.reducescatter(large, Reduction.MAX),
         "alltoall": lambda: communicator.alltoall(large),
-        "allreduce, started": lambda: communicator.start(communicator.allreduce, large, Reduction.MAX).wait(),
+        "allreduce, started": lambda: communicator.start("", communicator.allreduce, large, Reduction.MAX).wait(),
     }
 
 

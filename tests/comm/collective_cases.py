@@ -287,9 +287,9 @@ def case_each_call_costs_one_control_message(communicator: Communicator) -> None
 
 def case_started_collectives_keep_their_order_among_blocking_ones(communicator: Communicator) -> None:
     size = communicator.size
-    reductions = [communicator.start(communicator.allreduce, np.full(3, float(i)), Reduction.SUM) for i in range(4)]
+    reductions = [communicator.start("", communicator.allreduce, np.full(3, float(i)), Reduction.SUM) for i in range(4)]
     check_same(communicator.allgather([communicator.rank]), np.arange(size))
-    gathering = communicator.start(communicator.allgather, [[communicator.rank]])
+    gathering = communicator.start("", communicator.allgather, [[communicator.rank]])
     communicator.barrier()
     assert gathering.done()
     check_same(gathering.wait(), np.arange(size)[:, None])
@@ -298,7 +298,7 @@ def case_started_collectives_keep_their_order_among_blocking_ones(communicator: 
 
 
 def case_error_of_a_started_collective_is_raised_by_wait(communicator: Communicator) -> None:
-    work = communicator.start(communicator.broadcast, 1.0, communicator.size)
+    work = communicator.start("", communicator.broadcast, 1.0, communicator.size)
     assert communicator.allreduce(1, Reduction.SUM) == communicator.size
     for _ in range(2):
         with pytest.raises(ConfigError, match="is not one of the"):

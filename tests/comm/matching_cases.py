@@ -20,7 +20,7 @@ MISSHAPEN, REFUSED = 17, 23
 
 
 def start(communicator: Communicator, name: str, value: object) -> Work[np.ndarray]:
-    return communicator.start_named(name, communicator.allreduce, value, Reduction.SUM, name=name)
+    return communicator.start(name, communicator.allreduce, value, Reduction.SUM, name=name)
 
 
 def is_last(communicator: Communicator) -> bool:
@@ -89,7 +89,7 @@ def case_a_blocking_call_overtakes_one_that_was_started(communicator: Communicat
 
 def case_calls_without_a_name_keep_their_order_among_themselves(communicator: Communicator) -> None:
     works = [start(communicator, "a", 1.0)] if is_last(communicator) else []
-    first = communicator.start(communicator.allreduce, 10.0, Reduction.SUM)
+    first = communicator.start("", communicator.allreduce, 10.0, Reduction.SUM)
     assert communicator.allreduce(20.0, Reduction.SUM) == 20 * communicator.size
     assert first.wait() == 10 * communicator.size
     works = works or [start(communicator, "a", 1.0)]

@@ -92,7 +92,7 @@ def case_error_on_one_rank_is_a_mismatch_on_the_others(communicator: Communicato
 
 
 def case_mismatch_of_a_started_collective_is_raised_by_wait(communicator: Communicator) -> None:
-    work = communicator.start(communicator.allreduce, ONES[communicator.rank :], Reduction.SUM)
+    work = communicator.start("", communicator.allreduce, ONES[communicator.rank :], Reduction.SUM)
     assert communicator.allreduce(1, Reduction.SUM) == communicator.size
     with pytest.raises(MismatchError, match=r"shape=\(4,\)"):
         work.wait()

@@ -134,8 +134,7 @@ def test_hosts_that_cannot_reach_each_other_any_more(uncut: Network, tmp_path: P
 #: As between a worker and a parameter server: one waits, the other one is sending when the link is cut.
 ENDS_OF_A_CHANNEL = """
 import os, subprocess, sys, threading
-from choros.transport.channel import ChannelClosed, connect
-from choros.transport.listener import Listener
+from choros.transport.channel import ChannelClosed, Listener, connect
 from choros.transport.secret import Key
 
 key, address, ended = Key(bytes(32)), sys.argv[1], threading.Event()
@@ -168,8 +167,7 @@ def test_channels_between_hosts_that_cannot_reach_each_other_any_more(uncut: Net
 
 SENDS_TO_A_STOPPED_PROCESS = """
 import os, signal, sys, threading, time
-from choros.transport.channel import connect
-from choros.transport.listener import Listener
+from choros.transport.channel import Listener, connect
 from choros.transport.secret import Key
 
 key, port = Key(bytes(32)), sys.argv[1]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from choros.comm import ProcessSet, Reduction, context, global_process_set, on_change
-from choros.comm.algorithms.shared_memory import _identity, _map, _reserve
+from choros.comm.algorithms.window import _identity, _map, _reserve
 from choros.comm.membership import Change, Membership
 from choros.comm.reduction import writer
 

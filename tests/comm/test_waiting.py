@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from choros import durations
-from choros.comm.waiting import LongWait, sleep_after, wait_until
+from choros.comm.waiting import sleep_after, wait_until
 from choros.observe import events
 from choros.observe.events import REPORTS, Kind
 from comm.engines import ON_TORCH
@@ -143,7 +143,7 @@ def test_a_long_wait_is_reported_at_growing_intervals(monkeypatch: pytest.Monkey
     monkeypatch.setattr(durations, "NEXT_REPORT", 0.1)
     received: list[events.Event] = []
     stop = events.listen(received.append, REPORTS)
-    wait_until(lambda: len(received) > 2, lambda: LongWait("barrier()", (0, 1)))
+    wait_until(lambda: len(received) > 2, lambda: ("barrier()", (0, 1)))
     stop()
     assert [event.kind for event in received] == [Kind.WAITING] * (len(received) - 1) + [Kind.WAITED]
     assert received[0].details["process_set"] == (0, 1)
@@ -163,6 +163,6 @@ def test_a_wait_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
         return False
 
     with pytest.raises(KeyboardInterrupt):
-        wait_until(poll, lambda: LongWait("barrier()", (0, 1)))
+        wait_until(poll, lambda: ("barrier()", (0, 1)))
     stop()
     assert [event.kind for event in received] == [Kind.WAITING, Kind.WAITED]

@@ -26,7 +26,7 @@ def collectives(communicator: Communicator) -> dict[str, Callable[[], object]]:
         "reducescatter": lambda: communicator.reducescatter(rows),
         "alltoall": lambda: communicator.alltoall(rows),
         "barrier": communicator.barrier,
-        "started": lambda: communicator.start(communicator.allreduce, rows, Reduction.SUM).wait(),
+        "started": lambda: communicator.start("", communicator.allreduce, rows, Reduction.SUM).wait(),
     }
 
 

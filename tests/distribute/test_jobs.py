@@ -10,7 +10,7 @@ SCRIPT = """
 import sys, threading, time
 from choros.parameter_server.jobs import end_at_exit
 from choros.transport.channel import ChannelClosed, connect
-from choros.transport.listener import Listener
+from choros.transport.channel import Listener
 from choros.transport.secret import Key
 
 class Tensor:

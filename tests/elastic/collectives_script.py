@@ -45,7 +45,7 @@ while not done:
         assert (shared == sum(each + 1 for each in communicator.launched)).all()
     else:
         before = communicator.size
-        works = [communicator.start_named(f"{each}", communicator.allreduce, [1.0], Reduction.SUM) for each in "ab"]
+        works = [communicator.start(f"{each}", communicator.allreduce, [1.0], Reduction.SUM) for each in "ab"]
         sums = [work.wait()[0] for work in works]
         assert all(communicator.size <= each <= before for each in sums)  # a rank may be lost in between
     done = bool(communicator.allreduce(np.array([time.monotonic() - begun > 1.5 * SECONDS]), Reduction.MAX)[0])

@@ -17,7 +17,7 @@ from jax.errors import JaxRuntimeError
 from numpy.typing import NDArray
 
 import choros.jax as hvd
-from choros.arrays import jax_host_call
+from choros.arrays import jax_arrays
 from choros.arrays.jax_arrays import JaxArrays
 from choros.errors import ConfigError, MismatchError
 
@@ -103,7 +103,7 @@ def equal(result: Any, expected: NDArray, of: str) -> None:
 
 
 def case_values_of_large_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax_host_call, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(jax_arrays, "_LARGE_BYTES", 0)
     xs, rows = all_values(*SHAPE), LINEAR | OTHERS
     results = jax.jit(lambda x: [collective(x) for collective, _ in rows.values()])(jnp.asarray(xs[hvd.rank()]))
     for result, (of, (_, definition)) in zip(results, rows.items(), strict=True):
@@ -157,7 +157,7 @@ def case_results_have_the_memory_of_what_they_replace(
     program: Callable[[Collective, Any], Any], donated: tuple[int, ...], keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The function writes into the memory of its arguments, unless it keeps them; what is still needed has another."""
-    monkeypatch.setattr(jax_host_call, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(jax_arrays, "_LARGE_BYTES", 0)
     adapter, compiled = JaxArrays(), jax.default_backend() == "cpu"
 
     def double(hosts: Sequence[NDArray], out: Sequence[NDArray] | None) -> list[NDArray]:

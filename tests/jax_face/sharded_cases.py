@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import choros.jax as hvd
-from choros.arrays import jax_host_call
+from choros.arrays import jax_arrays
 from choros.errors import ConfigError, MismatchError
 from choros.jax.division import SlicedState
 from jax_face.training_cases import (
@@ -254,7 +254,7 @@ def case_scan_and_a_step_that_is_not_compiled() -> None:
 
 def case_gradients_in_the_memory_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large ones are passed."""
-    monkeypatch.setattr(jax_host_call, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(jax_arrays, "_LARGE_BYTES", 0)
     case_uneven_batches()
     case_a_batch_without_rows_counts_nowhere()
     case_scan_and_a_step_that_is_not_compiled()

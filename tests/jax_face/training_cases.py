@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 import choros.jax as hvd
-from choros.arrays import jax_host_call
+from choros.arrays import jax_arrays
 from choros.errors import ConfigError, DriftError, MismatchError
 
 optax = pytest.importorskip("optax")
@@ -188,7 +188,7 @@ def case_micro_batches() -> None:
 
 def case_gradients_in_the_memory_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large ones are passed."""
-    monkeypatch.setattr(jax_host_call, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(jax_arrays, "_LARGE_BYTES", 0)
     case_uneven_batches_and_ranks_that_join_early()
     case_a_batch_without_rows_counts_nowhere()
     case_scan_over_steps()

@@ -16,16 +16,16 @@ import tensorflow as tf
 import choros.keras as hvd
 from choros.arrays import ArraySpec, device_adapter
 from choros.comm import Communicator, Reduction
+from choros.comm.communicator import bytes_of_first
 from choros.comm.devices import Device, DeviceCollectives, DeviceLink, agree_to_connect
-from choros.comm.engines.nccl import exchange_id
 from choros.errors import EngineError, MismatchError
-from choros.parallel.reduce.device import DeviceExchange, TensorDevice
+from choros.parallel.reduce.device import DeviceExchange
 from choros.training.distributed_optimizer import reducer_of
 from keras_face import training_cases
 from keras_face.training_cases import OPTIMIZERS
 
 ADAPTER = device_adapter("tensorflow")
-CPU = TensorDevice("cpu", framework="tensorflow")
+CPU = Device("cpu", framework="tensorflow")
 
 
 def reduces_on_cpu() -> bool:
@@ -130,13 +130,13 @@ def case_training_without_pytorch() -> None:
 
 
 def case_the_id_of_nccl_reaches_all_ranks() -> None:
-    communicator = hvd.global_process_set.communicator
-    made = exchange_id(communicator, lambda: bytes(range(128)) if hvd.rank() == 0 else b"not asked")
+    communicator, own = hvd.global_process_set.communicator, bytes(range(128)) if hvd.rank() == 0 else b"not asked"
+    made = bytes_of_first(communicator, lambda: own, "the start of NCCL")
     assert made == bytes(range(128))
 
     def fails() -> bytes:
         raise OSError("no libnccl.so.2")
 
     error = EngineError if hvd.rank() == 0 else MismatchError
-    with pytest.raises(error, match=r"NCCL cannot start: no libnccl.so.2"):
-        exchange_id(communicator, fails)
+    with pytest.raises(error, match=r"the start of NCCL has failed: no libnccl.so.2"):
+        bytes_of_first(communicator, fails, "the start of NCCL")

@@ -49,7 +49,7 @@ def test_events_show_the_wait_for_a_late_rank(received: list[Event]) -> None:
 
 def test_a_collective_ends_when_the_next_one_begins_in_the_same_section(received: list[Event]) -> None:
     communicator = LocalCommunicator()
-    communicator.start(lambda: [communicator.barrier(name=name) for name in ("first", "second")]).wait()
+    communicator.start("", lambda: [communicator.barrier(name=name) for name in ("first", "second")]).wait()
     assert [(event.kind.split()[1], event.name) for event in received if event.kind is not Kind.COLLECTIVE_MATCHED] == [
         ("begun", "first"),
         ("done", "first"),

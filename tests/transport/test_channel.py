@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from choros.errors import EngineError
-from choros.transport.channel import ChannelClosed, Failure, connect
-from choros.transport.listener import Listener
+from choros.transport.channel import ChannelClosed, Failure, Listener, connect
 from choros.transport.loop import Loop
 from choros.transport.secret import Key
 from ranks.job import free_port

@@ -14,9 +14,8 @@ import time
 import pytest
 
 from choros.errors import EngineError
-from choros.transport.channel import ChannelClosed, connect, connect_within
+from choros.transport.channel import ChannelClosed, Listener, connect, connect_within
 from choros.transport.handshake import _GREETING, _MAGIC, Cut, Seal, accept_proof, offer_proof
-from choros.transport.listener import Listener
 from choros.transport.secret import Key
 from ranks.environment import python_path
 from ranks.job import free_port
@@ -191,7 +190,7 @@ def test_the_time_limit_is_one_for_the_whole_handshake():
 LISTENS = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-from choros.transport.listener import Listener
+from choros.transport.channel import Listener
 from choros.transport.secret import Key
 Listener(sys.argv[1], Key({SECRET!r}), "ps 0", lambda channel, first: channel.send(first))
 print("listening", flush=True)

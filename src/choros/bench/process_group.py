@@ -23,8 +23,7 @@ from choros.bench.channel import ADDRESS, COORDINATOR, KEY, Barrier
 from choros.bench.contender import Contender, ContenderFailed, LaunchCommand
 from choros.bench.figures import Trial, trial_of
 from choros.launch.processes import process_tree
-from choros.transport.channel import Channel, ChannelClosed
-from choros.transport.listener import Listener
+from choros.transport.channel import Channel, ChannelClosed, Listener
 from choros.transport.secret import Key
 
 _REASON_LENGTH = 300

@@ -34,7 +34,7 @@ from choros.comm.transfers import (
     row_counts,
 )
 from choros.comm.work import Work
-from choros.errors import ConfigError, PeerLostError
+from choros.errors import ConfigError, EngineError, PeerLostError
 from choros.settings import current
 
 P = ParamSpec("P")
@@ -199,20 +199,16 @@ class Communicator(Members):
         self.atomic(lambda: self.agree(_request("barrier", (), name)))
 
     @final
-    def start(self, collective: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        """Starts a collective without a name, in the order of such calls; do not change its arrays until ``Work.wait``.
+    def start(self, name: str, collective: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
+        """Starts a collective, or some in a row, that ranks match by ``name``: in any order, once at a time; ``""``: in
+        the order of such calls. Do not change its arrays until ``Work.wait``.
 
         >>> from choros.comm.engines.local import LocalCommunicator
         >>> communicator = LocalCommunicator()
-        >>> work = communicator.start(communicator.allreduce, [1.0, 2.0], Reduction.SUM)
+        >>> work = communicator.start("", communicator.allreduce, [1.0, 2.0], Reduction.SUM)
         >>> work.wait()
         array([1., 2.])
         """
-        return self._queue.submit("", collective, *args, **kwargs)
-
-    @final
-    def start_named(self, name: str, collective: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        """``start`` of a collective, or some in a row, that ranks match by ``name``: in any order, once at a time."""
         return self._queue.submit(name, collective, *args, **kwargs)
 
     @final
@@ -309,6 +305,25 @@ class Communicator(Members):
         flat = out.reshape(-1)
         self.reduce_in_place(flat, engine_op)
         writer(op, self.size)(flat, flat)
+
+
+def bytes_of_first(communicator: Communicator, make: Callable[[], bytes], what: str) -> bytes:
+    """Returns, on all members, what ``make`` returns on rank 0; if it fails there, all raise an error.
+
+    >>> from choros.comm.engines.local import LocalCommunicator
+    >>> bytes_of_first(LocalCommunicator(), lambda: b"host:port", "the start")
+    b'host:port'
+    """
+    made, problem = b"", None
+    if communicator.rank == 0:
+        try:
+            made = make()
+        except Exception as error:  # noqa: BLE001  (the others wait, whatever it is)
+            problem = EngineError(f"{what} has failed: {error}")
+    with communicator.exclusive():
+        (length, *_) = communicator.agree(Request(what), value=len(made), problem=problem)
+    sent = np.frombuffer(made, np.uint8) if made else np.zeros(length, np.uint8)
+    return communicator.broadcast(sent, name=what).tobytes()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,8 +26,8 @@ from choros.comm.process_set import ProcessSet, global_process_set
 from choros.comm.recording import end_recording, merge_after_crash, start_recording
 from choros.comm.request import SHUTDOWN, called_at
 from choros.comm.selection import select
-from choros.comm.waiting import LongWait
-from choros.errors import ChorosError, ConfigError, EngineError, MismatchError, NotInitializedError
+from choros.comm.waiting import reported
+from choros.errors import ChorosError, ConfigError, EngineError, NotInitializedError
 from choros.observe import events
 from choros.settings import Config, horovod_unused, keep
 from choros.topology import Topology, detect
@@ -129,16 +129,14 @@ def shutdown() -> None:
         # With others, for which it has waited here, unless it is alone; a new rank was with none.
         if not job.communicator.is_new and (job.communicator.size > 1 or size == 1):
             events.emit(events.Kind.FINISHED, events.SHUTDOWN)
-    except (MismatchError, EngineError) as error:
+    except EngineError:
         # Another rank has ended, or has received the shutdown and continues. What is collective can no longer be freed.
         job.finalize = lambda: None
-        if isinstance(error, EngineError):
-            for process_set in (*job.process_sets.values(), global_process_set):
-                process_set.abandon()
+        for process_set in (*job.process_sets.values(), global_process_set):
+            process_set.abandon()
     else:
         for process_set in (*job.process_sets.values(), global_process_set):
             process_set.unregister()
-    global_process_set.forget()
     _listeners.stop()
     keep(None)
     global _finalize
@@ -342,10 +340,8 @@ def _current(what: str) -> _JobState:
 
 def _end(job: _JobState) -> None:
     _listeners.start()
-    wait = LongWait(events.LEAVING, job.communicator.launched)
-    wait.report(0.0)
-    job.finalize()
-    wait.end()
+    with reported(events.LEAVING, job.communicator.launched):
+        job.finalize()
     _listeners.stop()
 
 
@@ -361,12 +357,8 @@ def _start_engine(config: Config, position: Topology, comm: Any) -> tuple[Commun
         return (*engine.start(position, comm), engine.finalize)
     global _finalize
     _finalize = engine.finalize  # also of a rank that does not take part
-    wait = LongWait(events.INIT, range(position.size))
-    wait.report(0.0)  # at once: MPI's own start waits for all ranks, and cannot be polled
-    try:
+    with reported(events.INIT, range(position.size)):  # MPI's own start waits for all ranks, and cannot be polled
         return (*engine.start(position, comm), engine.finalize)
-    finally:
-        wait.end()
 
 
 @cache

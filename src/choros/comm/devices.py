@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from choros.comm.members import Members
 from choros.comm.reduction import Reduction, dtype_problem, working_op
 from choros.comm.request import Request
 from choros.comm.transfers import row_counts
-from choros.errors import ChorosError, ConfigError, EngineUnavailable
+from choros.errors import ChorosError, ConfigError, EngineError, EngineUnavailable
 from choros.topology import shard_range
 
 if TYPE_CHECKING:
@@ -23,14 +24,20 @@ if TYPE_CHECKING:
 
 #: DLPack's numbers of devices, by PyTorch's names. Pinned memory is the host's, and PyTorch calls AMD's GPUs cuda.
 _TYPES = {1: "cpu", 2: "cuda", 3: "cpu", 10: "cuda"}
+#: The first version of NCCL in which ranks can share a card, if it is configured to.
+_SHARES_CARDS = (2, 30)
+_SHARE_CARDS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device of this process: its type, such as ``cuda`` or ``cpu``, and its number, as CUDA numbers it."""
+    """A device of this process: its type, such as ``cuda`` or ``cpu``, and its number, as CUDA numbers it; where
+    gradients are reduced, also the framework of the tensors there.
+    """
 
     type: str
     index: int = 0
+    framework: str = ""
 
     def __str__(self) -> str:
         return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
@@ -41,7 +48,7 @@ def device_of(array: Any) -> Device:
 
     >>> import numpy as np
     >>> device_of(np.ones(2))
-    Device(type='cpu', index=0)
+    Device(type='cpu', index=0, framework='')
     """
     own: Any = getattr(array, "device", None)
     if hasattr(own, "index") and hasattr(own, "type"):  # torch's: DLPack does not know all of its devices
@@ -96,6 +103,30 @@ def agree_to_connect(control: Members, device: Device, library: str, problem: Ch
     """Raises an error on all members if one of them cannot connect ``device``, or would by another library."""
     with control.exclusive():
         control.agree(Request("connection of devices", f"{device.type} through {library}"), problem=problem)
+
+
+def connection_error(version: Sequence[int], error: Exception | None = None) -> EngineError:
+    """The error of ranks that cannot connect: because they share a card, or for NCCL's reason ``error``."""
+    if error is not None and "Duplicate GPU" not in str(error):
+        return EngineError(f"NCCL cannot connect: {error}")
+    needed, found = (".".join(map(str, each)) for each in (_SHARES_CARDS, version))
+    setting = os.environ.get(_SHARE_CARDS, "not set")
+    return EngineError(
+        f"several ranks have the same GPU, which NCCL lets them from version {needed} on (this is {found}) with "
+        f"{_SHARE_CARDS}=1 (here {setting}). Start one rank for each GPU, as chorosrun without -np does, or "
+        "install a newer NCCL."
+    )
+
+
+def share_cards(control: Members, card: str, version: Sequence[int]) -> None:
+    """Configures NCCL if ranks share a card; all call it before NCCL connects, with unique names of equal length."""
+    name = np.frombuffer(card.encode(), np.uint8)
+    with control.exclusive():
+        every = control.gather_bytes(name, control.agree(Request("cards of the ranks"), value=len(name)))
+    if len(np.unique(every.reshape(control.size, -1), axis=0)) < control.size:
+        os.environ.setdefault(_SHARE_CARDS, "1")  # read when NCCL connects its first ranks
+        if tuple(version[:2]) < _SHARES_CARDS:
+            raise connection_error(version)
 
 
 @final

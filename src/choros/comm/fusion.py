@@ -6,7 +6,6 @@ by it, one packed, reduced and unpacked before the next is touched, so that its 
     result    a a a a a a a a│c│d d│b b b                 unpack: one copy per chunk; each array is a view of the buffer
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from choros.comm.members import Members
 from choros.comm.primitives import CHUNK_BYTES, Array
-from choros.comm.reduction import Reduction
+from choros.comm.reduction import Reduction, working_op
 
 #: The shape and dtype of each array.
 Layout = tuple[tuple[tuple[int, ...], np.dtype[np.generic]], ...]
@@ -131,32 +130,47 @@ def _chunks(slots: Sequence[Span], most: int, least: float) -> Iterator[Chunk]:
                 yield Chunk.of(spans, start, min(start + most, spans[-1].stop), direct=is_large)
 
 
-def reduce_chunks(
+def reduce_buffers(
     members: Members,
-    buffer: FusionBuffer,
+    layout: Layout,
+    buffers: Sequence[FusionBuffer],
     op: Reduction,
     fill: Callable[[Chunk, Array], None],
-    results: Callable[[Chunk], Sequence[Array]],
     write: Callable[[Array, Array], None],
-) -> None:
-    """Reduces a fusion buffer by chunks, not by ``AVERAGE``; unchecked: in ``exclusive()``, after ``agree``. ``fill``
-    writes a message; ``results`` returns where a chunk's results are, to which ``write`` converts parts of the message,
-    or itself.
+    out: Sequence[Array] | None,
+) -> list[Array]:
+    """Reduces arrays of ``layout`` by chunks, into ``out``, which is contiguous, or new ones; unchecked: in
+    ``exclusive()``, after ``agree``. ``fill`` writes a message; ``write`` converts parts of it to results, or itself.
     """
-    for chunk in buffer.chunks:
-        targets, start = results(chunk), 0
-        if chunk.direct:
-            message = targets[0]
-            fill(chunk, message)
-            members._allreduce_anywhere(message, op)
-        else:
-            message = members.message((chunk.stop - chunk.start) * buffer.wire.itemsize).view(buffer.wire)
-            fill(chunk, message)
-            members._allreduce(message, op)
-        members.bytes_sent += message.nbytes
-        for target in targets:
-            write(message if chunk.direct else message[start : start + target.size], target)
-            start += target.size
+    results = [np.empty(0)] * len(layout) if out is None else list(out)
+    given = [] if out is None else [flat_items(array) for array in out]
+    for buffer in buffers:
+        engine_op = working_op(buffer.dtype, op)
+        flat = aligned_empty((buffer.size,), buffer.dtype) if out is None else None
+        for chunk in buffer.chunks:
+            targets = chunk.parts(given) if flat is None else [flat[chunk.start : chunk.stop]]
+            if chunk.direct:
+                message = targets[0]
+                fill(chunk, message)
+                members._allreduce_anywhere(message, engine_op)
+            else:
+                message = members.message((chunk.stop - chunk.start) * buffer.wire.itemsize).view(buffer.wire)
+                fill(chunk, message)
+                members._allreduce(message, engine_op)
+            members.bytes_sent += message.nbytes
+            start = 0
+            for target in targets:
+                write(message if chunk.direct else message[start : start + target.size], target)
+                start += target.size
+        if flat is not None:
+            views(buffer, flat, layout, results)
+    return results
+
+
+def flat_items(array: Array) -> Array:
+    """The items of an array, one after the other; booleans as bytes."""
+    flat = array.ravel()
+    return flat.view(np.uint8) if flat.dtype.kind == "b" else flat
 
 
 def pack(flats: Sequence[Array], chunk: Chunk, message: Array) -> None:
@@ -188,35 +202,21 @@ class FusedExchange:
 
     def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
         """See ``Exchange``."""
-        flats = None if arrays is None else [array.reshape(-1) for array in arrays]
-        results: list[Array] = [np.empty(0)] * len(self._layout)
-        for buffer in self._buffers:
-            flat = aligned_empty((buffer.size,), buffer.dtype)
-            self._sum(buffer, flats, before, after, functools.partial(within, flat))
-            views(buffer, flat, self._layout, results)
-        return results
+        return self._sum(None, arrays, before, after)
 
     def sum_into(self, out: Sequence[Array], arrays: Sequence[Array], before: float, after: float) -> list[Array]:
         """See ``Exchange``; in place, it writes a chunk where it has just read it, and it is still in the caches."""
-        if not all(array.flags.c_contiguous for array in out):
-            return self.sum(arrays, before, after)
-        flats, targets = [array.reshape(-1) for array in arrays], [array.reshape(-1) for array in out]
-        for buffer in self._buffers:
-            self._sum(buffer, flats, before, after, lambda chunk: chunk.parts(targets))
-        return list(out)
+        return self._sum(out if all(array.flags.c_contiguous for array in out) else None, arrays, before, after)
 
     def _sum(
-        self,
-        buffer: FusionBuffer,
-        flats: Sequence[Array] | None,
-        before: float,
-        after: float,
-        results: Callable[[Chunk], Sequence[Array]],
-    ) -> None:
+        self, out: Sequence[Array] | None, arrays: Sequence[Array] | None, before: float, after: float
+    ) -> list[Array]:
+        flats = None if arrays is None else [array.reshape(-1) for array in arrays]
+
         def fill(chunk: Chunk, message: Array) -> None:
             if flats is None:
                 message.fill(0)
-            elif before != 1.0 and buffer.wire.itemsize < buffer.dtype.itemsize:
+            elif before != 1.0 and message.itemsize < flats[chunk.slices[0].index].itemsize:
                 # Before the cast: values that overflow the narrower dtype may fit after scaling.
                 concatenate_scaled(chunk.parts(flats), message, before)
             else:
@@ -227,12 +227,7 @@ class FusedExchange:
         def write(message: Array, target: Array) -> None:
             scale_into(target, message, after)
 
-        reduce_chunks(self._communicator, buffer, Reduction.SUM, fill, results, write)
-
-
-def within(flat: Array, chunk: Chunk) -> list[Array]:
-    """Where a chunk's results are in new memory for those of its whole buffer."""
-    return [flat[chunk.start : chunk.stop]]
+        return reduce_buffers(self._communicator, self._layout, self._buffers, Reduction.SUM, fill, write, out)
 
 
 def concatenate_scaled(parts: Sequence[Array], out: Array, scale: float) -> None:

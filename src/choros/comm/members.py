@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple, TypeVar, final
+from typing import TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,14 +45,6 @@ UNKNOWN, LEARNS, KNOWN = range(3)
 KEPT_STEPS = 64
 
 _ADMISSION = Request("admission")
-
-
-class Offer(NamedTuple):
-    """What a rank waits for, ``""`` the first without a name; ``complete``: it asks no more before one is done."""
-
-    names: list[str]
-    complete: bool
-    joined: bool = False
 
 
 class MemberLost(PeerLostError):
@@ -343,11 +335,11 @@ class Members(Primitives):
                 header = np.array((digest_of(message), len(message)), np.int64)
                 earlier, table = table, self._control_message(request, header)
                 if table != earlier:
-                    offers = [Offer(*json.loads(each)) for each in self._share(message, table[1])]
-                    self._queue.plan.extend(matched(offers))
+                    names, are_complete = zip(*map(json.loads, self._share(message, table[1])), strict=True)
+                    self._queue.plan.extend(matched(names))
                     if self._queue.plan:
                         return
-                    if all(offer.complete for offer in offers):
+                    if all(are_complete):
                         raise self.mismatch(request)
                 self._section.give_up(self._section.version, sleep_after(reporter.check(), longest=10e-3))
 
@@ -404,8 +396,7 @@ class Members(Primitives):
         message, sign = b"" if request.spec is None else request.spec.encode(), 1
         if request.explain is not None:
             message, sign = request.explain(), -1
-            if self.signatures is not None:
-                message = self.signatures.sign(message, collective=self.collectives, rank=self.rank)
+            message = self.signatures.sign(message, collective=self.collectives, rank=self.rank)
         known, lengths = self._control_message(request, np.array((knows, sign * len(message)), np.int64))
         if {*known} == {KNOWN}:
             return b""
@@ -416,8 +407,6 @@ class Members(Primitives):
         explanation = self._share(message if self.rank == sender else b"", sent)[sender]
         if length > 0:
             return CollectiveSpec.decode(explanation)
-        if self.signatures is None:
-            return explanation
         return self.signatures.verified(explanation, collective=self.collectives, rank=sender)
 
     # ── moves: unchecked, in ``exclusive()``, after ``agree`` ─────────────────────────────────────
@@ -457,13 +446,11 @@ class Members(Primitives):
         return self._alltoall(send, send_counts, receive_counts)
 
 
-def matched(offers: Sequence[Offer]) -> list[str]:
-    """Returns the names that all ranks wait for, in the order of the first rank that has not joined.
+def matched(offers: Sequence[list[str] | None]) -> list[str]:
+    """Returns the names that all ranks wait for, in the order of the first; ``None``: of one that has joined.
 
-    >>> matched([Offer(["a", "b", "c"], complete=False), Offer(["c", "b"], complete=True)])
-    ['b', 'c']
-    >>> matched([Offer([], complete=True, joined=True), Offer(["a"], complete=True)])
-    ['a']
+    >>> matched([["a", "b", "c"], ["c", "b"]]), matched([None, ["a"]])
+    (['b', 'c'], ['a'])
     """
-    asking = [offer.names for offer in offers if not offer.joined]
+    asking = [names for names in offers if names is not None]
     return [name for name in asking[0] if all(name in names for names in asking)] if asking else []

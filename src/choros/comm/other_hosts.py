@@ -27,8 +27,6 @@ from choros.transport.address import is_loopback
 from choros.transport.peers import remote_addresses
 from choros.transport.silence import answers, ask_often, is_silent, unreachable_seconds
 
-#: How many bytes of addresses each rank sends.
-_TEXT_BYTES = 512
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 #: By its address, the ranks on another host, as the launcher numbers them.
@@ -42,11 +40,11 @@ def watch_other_hosts(communicator: Communicator) -> None:
     interfaces = psutil.net_if_addrs().values()
     addresses = [each.address.partition("%")[0] for every in interfaces for each in every if each.family in _FAMILIES]
     own = [address for address in addresses if not is_loopback(address)]
-    text = " ".join(own).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-    rows = communicator.allgather(np.frombuffer(text, np.uint8)[None], name="addresses of hosts")
+    text = np.frombuffer(" ".join([*own, "\n"]).encode(), np.uint8)
+    lines = communicator.allgather(text, name="addresses of hosts").tobytes().decode().splitlines()
     ranks_at: dict[str, list[int]] = {}
-    for number, row in zip(communicator.launched, rows, strict=True):
-        for address in set(row.tobytes().decode().split()) - set(own):
+    for number, line in zip(communicator.launched, lines, strict=True):
+        for address in set(line.split()) - set(own):
             ranks_at.setdefault(address, []).append(number)
     _ranks_at = ranks_at
     if not _started:

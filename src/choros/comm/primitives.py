@@ -13,7 +13,7 @@ from choros.comm.membership import Change
 from choros.comm.reduction import Reduction
 from choros.comm.request import SHUTDOWN
 from choros.comm.signature import Signatures
-from choros.comm.waiting import LongWait
+from choros.comm.waiting import Awaited
 
 Array = NDArray[Any]
 
@@ -35,7 +35,7 @@ class Primitives(ABC):
         direct_bytes: of arrays sent together, those of this many bytes and more are reduced where their results are;
             ``None``: none are, nor is one that is alone.
         bytes_sent: the number of bytes of arrays it has contributed to them, which compression reduces.
-        signatures: those of objects that the members exchange, if the engine's connections need them.
+        signatures: those of objects that the members exchange; they have a key if the engine's connections need one.
         elastic: whether the members go on without those that are lost; see ``atomic``.
         is_new: whether this process is not a rank yet: others have started it, and will take it in (``local.py``).
         on_change: is called whenever the members have changed.
@@ -53,7 +53,7 @@ class Primitives(ABC):
     is_new = False
     direct_bytes: int | None = None
     raises_loss = False
-    signatures: Signatures | None = None
+    signatures = Signatures()
 
     def __init__(self, rank: int, launched: Sequence[int]) -> None:
         self.rank = rank
@@ -78,9 +78,9 @@ class Primitives(ABC):
         present = {number: rank for rank, number in enumerate(self.whole.launched)}
         return tuple([present.get(number, -1) for number in self.launched])
 
-    def _long_wait(self) -> LongWait:
+    def _long_wait(self) -> Awaited:
         """The wait for the other members in the current collective."""
-        return LongWait(str(self._asked), self.launched)
+        return str(self._asked), self.launched
 
     def _settle(self, *, completed: bool) -> bool:
         """Whether all members have completed the collective: the same answer on all of them."""

@@ -76,16 +76,15 @@ class ProcessSet:
         """Makes the set unusable and frees its communicator."""
         if self.included():
             self.communicator.close()
-        self.forget()
+        self._forget()
 
     def abandon(self) -> None:
         """``unregister`` after another rank has ended: frees what this rank can free alone."""
         if self.included():
             self.communicator.abandon()
-        self.forget()
+        self._forget()
 
-    def forget(self) -> None:
-        """Makes the set unusable, and leaves its communicator as it is."""
+    def _forget(self) -> None:
         self.process_set_id = None
         vars(self).pop("communicator", None)
 

@@ -36,7 +36,7 @@ import numpy as np
 import torch.distributed as dist  # noqa: TID253  (imported by the torch engine alone)
 
 from choros import durations
-from choros.comm.communicator import Communicator
+from choros.comm.communicator import Communicator, bytes_of_first
 from choros.comm.peers import Loss, PeerWatch
 from choros.comm.signature import Signatures
 from choros.errors import EngineError, EngineUnavailable, PeerLostError
@@ -44,12 +44,9 @@ from choros.observe import events
 from choros.observe.events import Event, Kind
 from choros.topology import Master, Topology
 from choros.transport.address import LOOPBACK, Location, address_towards, is_loopback, outward_address, this_host
-from choros.transport.channel import Channel, ChannelClosed, Unreachable, connect, connect_within, listen
-from choros.transport.listener import Listener
+from choros.transport.channel import Channel, ChannelClosed, Listener, Unreachable, connect, connect_within, listen
 from choros.transport.secret import Key, rank_key, secret_in
 
-#: The maximum length of the address and the key that rank 0 broadcasts.
-_TEXT_BYTES = 256
 #: The key of a random value that rank 0 chooses for the job.
 _JOB = "job"
 #: How ranks are lost.
@@ -263,18 +260,17 @@ def store_at(master: Master, topology: Topology, seconds: float) -> tuple[Rendez
 def store_over(control: Communicator, seconds: float) -> tuple[dist.Store, Signatures, str]:
     """Like ``store_at``, for the ranks of ``control``: rank 0 broadcasts its address and a key through it."""
     if control.size == 1:
-        return dist.HashStore(), Signatures(secrets.token_bytes(32)), LOOPBACK
+        return dist.HashStore(), Signatures(), LOOPBACK
     hosts = control.allgather(np.frombuffer(hashlib.blake2b(this_host().encode(), digest_size=8).digest(), np.int64))
-    text = np.zeros(_TEXT_BYTES, np.uint8)
-    if control.rank == 0:
+
+    def offered() -> bytes:
         # If all ranks are on one host, other hosts must not be able to connect.
         listening = listen(LOOPBACK if (hosts == hosts[0]).all() else outward_address())
         secret = secrets.token_bytes(32)
-        encoded = json.dumps([*listening.getsockname()[:2], secret.hex()]).encode()
         _Values(control.size).listen(listening, Key(secret))
-        text[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    sent = control.broadcast(text, 0, name="address of the store").tobytes().rstrip(b"\0")
-    host, port, hexadecimal = json.loads(sent)
+        return json.dumps([*listening.getsockname()[:2], secret.hex()]).encode()
+
+    host, port, hexadecimal = json.loads(bytes_of_first(control, offered, "the start of the ranks' store"))
     key = Key(bytes.fromhex(hexadecimal))
     store, address = _connected(str(Master(host, port)), key, control.rank, seconds)
     return store, _signatures(store), address
@@ -356,34 +352,29 @@ def _published(master: Master, topology: Topology, address: str, key: Key, secon
 
 def _connected(address: str, key: Key, rank: int, seconds: float) -> tuple[RendezvousStore, str]:
     """Waits until rank 0 listens at ``address``; returns its store, and the address from which this host reaches it."""
-    try:
-        channel = _patiently(lambda limit: connect(address, key, _name(rank), _name(0), limit), address, seconds)
-    except Unreachable as error:
-        raise _silent(address, rank, seconds, error.__cause__) from error
+    channel = _patiently(lambda limit: connect(address, key, _name(rank), _name(0), limit), address, rank, seconds)
     return RendezvousStore(channel), channel.own_address
 
 
 def _reach(master: Master, rank: int, seconds: float) -> str:
     """Waits until torch's store listens at ``master``; returns the address from which this host reaches it."""
+    with _patiently(lambda limit: connect_within(str(master), limit), str(master), rank, seconds) as connection:
+        return str(connection.getsockname()[0])
+
+
+def _patiently(attempt: Callable[[float], T], address: str, rank: int, seconds: float) -> T:
+    """Returns ``attempt(seconds)``, which waits for rank 0; says so after some seconds. An error if nothing answers."""
+    left = seconds
     try:
-        with _patiently(lambda limit: connect_within(str(master), limit), str(master), seconds) as connection:
-            return str(connection.getsockname()[0])
-    except OSError as error:
-        raise _silent(str(master), rank, seconds, error) from error
-
-
-def _patiently(attempt: Callable[[float], T], address: str, seconds: float) -> T:
-    """Returns ``attempt(seconds)``, which waits for rank 0; says so after some seconds."""
-    if seconds > durations.SLOW_CONNECT:
-        with contextlib.suppress(Unreachable, OSError):
-            return attempt(durations.SLOW_CONNECT)
-        _log.warning("waiting for rank 0 to listen at %s, for %g s at most.", address, seconds)
-        seconds -= durations.SLOW_CONNECT
-    return attempt(seconds)
-
-
-def _silent(address: str, rank: int, seconds: float, error: BaseException | None) -> EngineUnavailable:
-    return EngineUnavailable(
-        f"rank {rank}: nothing answers at {address}, where the ranks connect, within {seconds:g} s ({error}). Is rank "
-        "0 started, on that host? Is the port open? CHOROS_START_TIMEOUT=SECONDS makes ranks wait longer."
-    )
+        if seconds > durations.SLOW_CONNECT:
+            with contextlib.suppress(Unreachable, OSError):
+                return attempt(durations.SLOW_CONNECT)
+            _log.warning("waiting for rank 0 to listen at %s, for %g s at most.", address, seconds)
+            left -= durations.SLOW_CONNECT
+        return attempt(left)
+    except (Unreachable, OSError) as error:
+        raise EngineUnavailable(
+            f"rank {rank}: nothing answers at {address}, where the ranks connect, within {seconds:g} s "
+            f"({error.__cause__ or error}). Is rank 0 started, on that host? Is the port open? "
+            "CHOROS_START_TIMEOUT=SECONDS makes ranks wait longer."
+        ) from error

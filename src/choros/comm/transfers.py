@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,13 @@ from choros.comm.fusion import (
     Chunk,
     FusionBuffer,
     Layout,
-    Span,
-    aligned_empty,
     batches,
+    flat_items,
     pack,
     plan_fusion,
-    reduce_chunks,
+    reduce_buffers,
     regrouped,
     slots_of,
-    views,
-    within,
 )
 from choros.comm.members import Members
 from choros.comm.primitives import Array
@@ -50,21 +47,11 @@ def reduce_all(
         for out, array in zip(outs or (), combined, strict=False):
             np.copyto(out, array)
         return outs or combined
-    flats = [_flat(array) for array in arrays]
-    results = [np.empty(0)] * len(arrays) if outs is None else outs
-    targets = None if outs is None else [_flat(out) for out in outs]
-    fill, write = functools.partial(pack, flats), writer(op, members.size)
+    fill = functools.partial(pack, [flat_items(array) for array in arrays])
     # By messages, a minimum or maximum that keeps a NaN costs more than the copies.
     direct_bytes = None if op in (Reduction.MIN, Reduction.MAX) else members.direct_bytes
-    for buffer in _plan(layout, members.chunk_bytes, direct_bytes):
-        engine_op = working_op(buffer.dtype, op)
-        if targets is None:
-            flat = aligned_empty((buffer.size,), buffer.dtype)
-            reduce_chunks(members, buffer, engine_op, fill, functools.partial(within, flat), write)
-            views(buffer, flat, layout, results)
-        else:
-            reduce_chunks(members, buffer, engine_op, fill, functools.partial(Chunk.parts, flats=targets), write)
-    return results
+    buffers = _plan(layout, members.chunk_bytes, direct_bytes)
+    return reduce_buffers(members, layout, buffers, op, fill, writer(op, members.size), outs)
 
 
 def gather_rows(members: Members, rows: Array, lengths: Sequence[int]) -> Array:
@@ -121,7 +108,10 @@ def _scatter_together(members: Members, arrays: list[Array], op: Reduction) -> l
     dtype, size, working = arrays[0].dtype, members.size, working_dtype(arrays[0].dtype)
     shares = [[array[slice(*shard_range(len(array), rank, size))] for array in arrays] for rank in range(size)]
     results = [np.empty(rows.shape, dtype) for rows in shares[members.rank]]
-    flats, targets = [[_flat(rows) for rows in share] for share in shares], [_flat(result) for result in results]
+    flats, targets = (
+        [[flat_items(rows) for rows in share] for share in shares],
+        [flat_items(result) for result in results],
+    )
     scatter_shares(members, flats, working, working_op(dtype, op), targets, writer(op, size))
     return results
 
@@ -142,17 +132,18 @@ def scatter_shares(
         shares     rank 0: a a a│b b          rank 1: a a│b
         messages   a a ┊ a a      a b ┊ b      b ┊                   the next items of each share
     """
-    slots = [[*slots_of(enumerate(part.size for part in share))] for share in shares]
-    most = max(1, members.chunk_bytes // wire.itemsize // members.size)
-    for start in range(0, max(spans[-1].stop if spans else 0 for spans in slots), most):
-        chunks = [_next_items(spans, start, most) for spans in slots]
+    for chunks in _messages(members, shares, wire.itemsize):
         parts = [chunk.parts(share) for chunk, share in zip(chunks, shares, strict=True)]
         _scatter_message(members, parts, wire, op, chunks[members.rank].parts(targets), write, fill)
 
 
-def _next_items(spans: Sequence[Span], start: int, most: int) -> Chunk:
-    last = spans[-1].stop if spans else 0
-    return Chunk.of(spans, min(last, start), min(last, start + most))
+def _messages(members: Members, shares: Sequence[Sequence[Array]], itemsize: int) -> Iterator[list[Chunk]]:
+    """Of each message the items of each share, which are the next ones, of some flat arrays."""
+    slots = [[*slots_of(enumerate(part.size for part in share))] for share in shares]
+    ends = [spans[-1].stop if spans else 0 for spans in slots]
+    most = max(1, members.chunk_bytes // itemsize // members.size)
+    for start in range(0, max(ends), most):
+        yield [Chunk.of(spans, min(end, start), min(end, start + most)) for spans, end in zip(slots, ends, strict=True)]
 
 
 def _scatter_message(
@@ -191,11 +182,8 @@ def gather_shares(members: Members, own: Sequence[Array], outs: Sequence[Sequenc
     """Gathers flat arrays of one dtype, ``own`` of this rank, into ``outs[rank]``: of the same sizes on all ranks,
     in messages as those of ``scatter_shares``. This rank's own ``outs`` may be the memory of ``own``.
     """
-    slots = [[*slots_of(enumerate(part.size for part in share))] for share in outs]
     dtype = next((part.dtype for share in outs for part in share), np.dtype(np.uint8))
-    most = max(1, members.chunk_bytes // dtype.itemsize // members.size)
-    for start in range(0, max(spans[-1].stop if spans else 0 for spans in slots), most):
-        chunks = [_next_items(spans, start, most) for spans in slots]
+    for chunks in _messages(members, outs, dtype.itemsize):
         parts = chunks[members.rank].parts(own)
         message = parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, dtype)])
         counts = [(chunk.stop - chunk.start) * dtype.itemsize for chunk in chunks]
@@ -250,11 +238,6 @@ def exchange_rows(members: Members, rows: Array, counts: NDArray[np.int64]) -> t
 
 def _bytes(array: Array) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _flat(array: Array) -> Array:
-    flat = array.ravel()
-    return flat.view(np.uint8) if flat.dtype.kind == "b" else flat
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,7 +13,8 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import final
@@ -23,6 +24,9 @@ from choros.comm.request import caller
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.observe.progress import page
+
+#: What a rank waits in, and for which ranks, as the launcher numbers them: all must call it.
+Awaited = tuple[str, Sequence[int]]
 
 #: This number of polls takes about 20 µs.
 _TIGHT_POLLS = 64
@@ -41,34 +45,30 @@ def sleep_after(waited: float, longest: float = 1e-3) -> float:
     return min(longest, max(durations.POLL, 0.1 * waited))
 
 
-@final
-class LongWait:
-    """A wait for ``ranks``, which must call ``what``, reported by the events ``WAITING`` and ``WAITED``."""
+def _report(what: str, ranks: Sequence[int], at: str, waited: float) -> None:
+    events.emit(Kind.WAITING, what, process_set=tuple(ranks), at=at, seconds=round(waited, 3))
 
-    def __init__(self, what: str, ranks: Sequence[int]) -> None:
-        self._what = what
-        self._ranks = tuple(ranks)
-        self._at = caller() or ""
 
-    def report(self, waited: float) -> None:
-        """Reports that this rank has waited for ``waited`` seconds."""
-        events.emit(Kind.WAITING, self._what, process_set=self._ranks, at=self._at, seconds=round(waited, 3))
-
-    def end(self) -> None:
-        """Reports that it waits no longer."""
-        events.emit(Kind.WAITED, self._what)
+@contextmanager
+def reported(what: str, ranks: Sequence[int]) -> Iterator[None]:
+    """A context in which this rank waits for ``ranks``, which must call ``what``: it is reported at once."""
+    _report(what, ranks, caller() or "", 0.0)
+    try:
+        yield
+    finally:
+        events.emit(Kind.WAITED, what)
 
 
 @final
 class Reporter:
     """Reports a wait, which begins now, when it becomes long; the ``transfer`` of messages is no wait for others."""
 
-    def __init__(self, describe: Callable[[], LongWait] | None, transfer: float = 0.0) -> None:
+    def __init__(self, describe: Callable[[], Awaited] | None, transfer: float = 0.0) -> None:
         self._describe = describe
         self._transfer = transfer
         self._begin = time.perf_counter()
         self._due = float(durations.FIRST_REPORT)
-        self._wait: LongWait | None = None
+        self._reported: tuple[str, Sequence[int], str] | None = None
 
     def __enter__(self) -> Reporter:
         return self
@@ -77,18 +77,18 @@ class Reporter:
         """Reports the wait if it is time to; returns how many seconds it has lasted."""
         waited = time.perf_counter() - self._begin
         if waited >= self._due and self._describe is not None:
-            self._wait = self._wait or self._describe()
-            self._wait.report(waited)
+            self._reported = self._reported or (*self._describe(), caller() or "")
+            _report(*self._reported, waited)
             self._due = min(1.5 * waited, waited + durations.NEXT_REPORT)
         return waited
 
     def __exit__(self, *_: object) -> None:
         page.waited += max(0.0, time.perf_counter() - self._begin - self._transfer)
-        if self._wait is not None:
-            self._wait.end()
+        if self._reported is not None:
+            events.emit(Kind.WAITED, self._reported[0])
 
 
-def wait_until(poll: Callable[[], bool], describe: Callable[[], LongWait] | None = None) -> bool:
+def wait_until(poll: Callable[[], bool], describe: Callable[[], Awaited] | None = None) -> bool:
     """Waits for ``poll``, which is cheap; returns whether others were seen to use the core (not in short waits).
 
     >>> polls = iter([False, False, True])

@@ -326,13 +326,15 @@ class WorkQueue:
             self._order.note(name)
         return gathered
 
-    def asked_for(self) -> tuple[list[str], bool, bool]:
-        """What this rank waits for: the fields of an ``Offer`` to the other ranks."""
+    def asked_for(self) -> tuple[list[str] | None, bool]:
+        """What this rank waits for, ``""`` the first without a name, or ``None``: any, as it has joined; and whether
+        it is complete: it asks no more before one is done.
+        """
         with self.section.mutex:
             names = [asker.name for asker in self._askers if asker.name is not None]
             names += [queued.name for queued in self._queued]
             joined = any(asker.name is None for asker in self._askers)
-            return [*dict.fromkeys(names)], self._is_complete(), joined
+            return None if joined else [*dict.fromkeys(names)], self._is_complete()
 
     def abandon_plan(self) -> None:
         """Forgets the plan: this rank cannot communicate any more."""

@@ -21,7 +21,7 @@ try:
 except ImportError as _error:
     raise ImportError("choros.jax needs JAX: pip install 'choros[jax]'.") from _error
 
-from choros.arrays.jax_host_call import spare_xla_thread as _spare_xla_thread
+from choros.arrays.jax_arrays import spare_xla_thread as _spare_xla_thread
 from choros.jax import collectives as _collectives
 from choros.jax import elastic
 from choros.jax.optimizer import distributed, join

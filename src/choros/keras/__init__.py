@@ -41,7 +41,7 @@ from choros.training.trainer import broadcast_global_variables
 from choros.training.variables import broadcast_variables
 
 if _keras.backend.backend() == "jax":
-    from choros.arrays.jax_host_call import spare_xla_thread as _spare_xla_thread
+    from choros.arrays.jax_arrays import spare_xla_thread as _spare_xla_thread
 
     _spare_xla_thread()
 

@@ -5,11 +5,9 @@ from typing import Any, TypeVar
 
 import cloudpickle
 import numpy as np
-from numpy.typing import NDArray
 
-from choros.comm import Communicator, ProcessSet, global_process_set
+from choros.comm import ProcessSet, global_process_set
 from choros.comm.facts import learned_fact, note_fact
-from choros.comm.signature import Signatures
 from choros.parallel.ops import root_index
 from choros.parallel.structure import leaves
 from choros.settings import current
@@ -44,14 +42,21 @@ def broadcast_object(
     is_root, sender = communicator.rank == root, communicator.launched[root]
     pickled = cloudpickle.dumps(obj) if is_root else b""
     length = communicator.broadcast(np.int64(len(pickled)), root, name=f"{name} (length)")
-    signed = _Signed(communicator)
-    buffer = signed.pack(pickled) if is_root else np.empty(int(length) + signed.overhead, np.uint8)
+    # Once all have received the length they count as many collectives.
+    signatures, number = communicator.signatures, communicator.collectives
+    if is_root:
+        buffer = np.frombuffer(signatures.sign(pickled, collective=number, rank=communicator.rank), np.uint8)
+    else:
+        buffer = np.empty(int(length) + signatures.overhead, np.uint8)
     root = communicator.first_left([sender], "the sender of an object")  # other ranks may have been lost meanwhile
     received = communicator.broadcast(buffer, root, name=name)
     if communicator.elastic:
         sent = pickled if is_root else received.tobytes()
         communicator.when_settled(lambda: note_fact(sent))
-    return obj if is_root else signed.load(received, communicator.launched.index(sender))
+    if is_root:
+        return obj
+    rank = communicator.launched.index(sender)
+    return cloudpickle.loads(signatures.verified(received.tobytes(), collective=number, rank=rank))
 
 
 def shared_result(own: T) -> T:
@@ -118,28 +123,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     members: tuple[int, ...] = ()
     while members != communicator.launched:  # else a rank was lost in between
         lengths = communicator.allgather(np.int64(len(pickled)), name=f"{name} (length)")
-        members, signed = communicator.launched, _Signed(communicator)
-        gathered = communicator.allgather(signed.pack(pickled), name=name)
-    parts = np.split(gathered, np.cumsum(lengths + signed.overhead)[:-1])
-    return [signed.load(part, rank) for rank, part in enumerate(parts)]
-
-
-class _Signed:
-    """A collective's objects, signed if need be; created after the lengths, so all ranks count as many collectives."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._signatures = communicator.signatures
-        self._rank = communicator.rank
-        self._number = communicator.collectives
-        self.overhead = 0 if self._signatures is None else Signatures.OVERHEAD
-
-    def pack(self, pickled: bytes) -> NDArray[np.uint8]:
-        if self._signatures is not None:
-            pickled = self._signatures.sign(pickled, collective=self._number, rank=self._rank)
-        return np.frombuffer(pickled, np.uint8)
-
-    def load(self, received: NDArray[np.uint8], rank: int) -> Any:
-        data = received.tobytes()
-        if self._signatures is not None:
-            data = self._signatures.verified(data, collective=self._number, rank=rank)
-        return cloudpickle.loads(data)
+        members, signatures, number = communicator.launched, communicator.signatures, communicator.collectives
+        signed = signatures.sign(pickled, collective=number, rank=communicator.rank)
+        gathered = communicator.allgather(np.frombuffer(signed, np.uint8), name=name)
+    parts = np.split(gathered, np.cumsum(lengths + signatures.overhead)[:-1])
+    return [
+        cloudpickle.loads(signatures.verified(part.tobytes(), collective=number, rank=rank))
+        for rank, part in enumerate(parts)
+    ]

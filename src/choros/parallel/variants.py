@@ -121,10 +121,7 @@ def asynchronous(collective: Callable[P, T], ready: Callable[[Any], None] = lamb
     def start(arguments: dict[str, Any]) -> Work[T]:
         ready(next(iter(arguments.values())))
         process_set: ProcessSet = arguments["process_set"]
-        call = functools.partial(collective, **arguments)
-        if arguments["name"] is None:
-            return process_set.communicator.start(call)
-        return process_set.communicator.start_named(arguments["name"], call)
+        return process_set.communicator.start(arguments["name"] or "", functools.partial(collective, **arguments))
 
     return _variant(
         collective,

@@ -14,7 +14,7 @@ from typing import Any, final
 from choros import durations
 from choros.comm import is_initialized
 from choros.comm.process import exit_with_code_of_loss
-from choros.comm.waiting import LongWait, Reporter
+from choros.comm.waiting import Reporter
 from choros.errors import ConfigError, ParameterServerLost
 from choros.observe.listeners import start_listeners
 from choros.parameter_server.messages import Hello
@@ -40,11 +40,11 @@ class TaskConnection:
     def __init__(self, channel: Channel, call: str, ranks: Sequence[int]) -> None:
         self.peer, self.send, self.close = channel.peer, channel.send, channel.close
         self._channel = channel
-        self._describe = lambda: LongWait(call, ranks)
+        self._awaited = call, ranks
 
     def receive(self) -> Any:
         """Returns the next message."""
-        with Reporter(self._describe) as reporter:
+        with Reporter(lambda: self._awaited) as reporter:
             while not wait([self._channel.fileno()], durations.SERVERS_LOOK):
                 reporter.check()
         return self._channel.receive()

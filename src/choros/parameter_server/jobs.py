@@ -15,8 +15,7 @@ from typing import Any, TypeVar, final
 from choros import durations
 from choros.errors import EngineError, PeerLostError
 from choros.parameter_server.cluster import Cluster
-from choros.transport.channel import Channel
-from choros.transport.listener import Listener
+from choros.transport.channel import Channel, Listener
 
 _log = logging.getLogger("choros")
 Arrival = TypeVar("Arrival")

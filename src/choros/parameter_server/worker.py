@@ -20,8 +20,7 @@ from choros.parameter_server.recipes import compile_copy
 from choros.parameter_server.remote_value import PerWorkerDataset
 from choros.parameter_server.scope_objects import ScopeObjects
 from choros.parameter_server.session import ServerSession
-from choros.transport.channel import Channel, ChannelClosed, Failure
-from choros.transport.listener import Listener
+from choros.transport.channel import Channel, ChannelClosed, Failure, Listener
 
 
 @final
@@ -42,7 +41,7 @@ class Worker:
         self._defined: dict[Reference, int] = {}
         self._iterators: dict[tuple[int, int], Iterator[Any]] = {}
         if keras.backend.backend() == "jax":
-            from choros.arrays.jax_host_call import spare_xla_thread
+            from choros.arrays.jax_arrays import spare_xla_thread
 
             spare_xla_thread()
 

@@ -21,8 +21,7 @@ from typing import Any, final
 from choros.errors import EngineError
 from choros.ray.messages import REGISTRY, ActorPlace, Logged, NoSeat, Seat, Take, Vacancies
 from choros.transport.address import LOOPBACK
-from choros.transport.channel import Channel, ChannelClosed
-from choros.transport.listener import Listener
+from choros.transport.channel import Channel, ChannelClosed, Listener
 from choros.transport.secret import Key
 
 _log = logging.getLogger("choros")

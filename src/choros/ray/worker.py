@@ -13,8 +13,7 @@ from choros import durations
 from choros.errors import LaunchError, WorkerFailed
 from choros.ray.messages import ACTOR, END, LEAVE, ActorPlace, CallOnRank, CallRaised, Create, Seated
 from choros.transport.address import LOOPBACK, this_host
-from choros.transport.channel import Channel, ChannelClosed
-from choros.transport.listener import Listener
+from choros.transport.channel import Channel, ChannelClosed, Listener
 from choros.transport.secret import Key
 
 #: The threads of an actor for calls that do not wait for one another, while those of ranks keep their order.

@@ -24,8 +24,7 @@ from choros.spark.messages import ALL_PRINTED, DRIVER, STARTED, SUPERSEDED, Prin
 from choros.spark.plan import SparkJob
 from choros.spark.task import run_task
 from choros.transport.address import LOOPBACK
-from choros.transport.channel import Channel, ChannelClosed
-from choros.transport.listener import Listener
+from choros.transport.channel import Channel, ChannelClosed, Listener
 from choros.transport.secret import Key
 
 if TYPE_CHECKING:

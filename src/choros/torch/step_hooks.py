@@ -26,9 +26,8 @@ from choros.errors import ConfigError
 from choros.parallel.compression import Compressor
 from choros.parallel.identical import Comparison, check_identical
 from choros.parallel.ops import grouped_allreduce
-from choros.parallel.rank_memory import log_memory
 from choros.parallel.reduce.gradients import Gradient
-from choros.parallel.reduce.slices import LOADED, check_loaded
+from choros.parallel.reduce.slices import LOADED, check_loaded, log_memory
 from choros.parallel.reduce.torch_backward import BackwardExchange, compare_parameters
 from choros.torch.division import trained
 from choros.torch.messages import decoded, encoded

@@ -20,8 +20,7 @@ from choros.comm import Request
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.objects import object_of_first
-from choros.parallel.rank_memory import log_memory
-from choros.parallel.reduce.slices import Holders, check_process_set
+from choros.parallel.reduce.slices import Holders, check_process_set, log_memory
 from choros.training.host_gradients import tensor_of
 from choros.training.keras_internals import slice_variables
 from choros.training.keras_internals.models import (

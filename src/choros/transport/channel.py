@@ -18,7 +18,9 @@ The receiver verifies a section before it uses anything of it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
+import logging
 import os
 import pickle
 import socket
@@ -27,7 +29,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -36,7 +38,7 @@ import cloudpickle
 from choros import durations
 from choros.errors import EngineError
 from choros.topology import split_address
-from choros.transport.handshake import Cut, Seal, offer_proof
+from choros.transport.handshake import Cut, Seal, accept_proof, offer_proof
 from choros.transport.peers import plain_address
 from choros.transport.secret import Key
 from choros.transport.silence import fell_silent, watch_for_silence
@@ -46,7 +48,13 @@ _HEAD = struct.Struct("!QI")
 _CHUNK = 1 << 20
 #: Parts up to this size are copied into one write.
 _SMALL = 1 << 16
+#: How many connections may be in their handshake. One more, and the oldest is closed: a process of the job needs
+#: milliseconds for its proof, and connects again if it was closed.
+_UNPROVEN = 64
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_WARNINGS = 10
 
+_log = logging.getLogger(__name__)
 
 #: The connections of this process's channels.
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -236,29 +244,6 @@ def _joined(parts: Any) -> Any:
 
 
 _UNIX = "unix:"
-_BACKLOG = 128
-
-
-def listen_at(address: str) -> socket.socket:
-    """Returns a socket that listens only at ``address``, or raises an ``OSError``."""
-    if address.startswith(_UNIX):
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listening.bind(address.removeprefix(_UNIX))
-            listening.listen(_BACKLOG)
-        except OSError:
-            listening.close()
-            raise
-        return listening
-    host, port = split_address(address)
-    return listen(str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port)
-
-
-def listen(ip: str, port: int = 0) -> socket.socket:
-    """Returns a socket that listens at the address ``ip`` of this host, at all of its addresses if that is empty."""
-    dual = not ip and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual or ":" in ip else socket.AF_INET
-    return socket.create_server((ip, port), family=family, dualstack_ipv6=dual, backlog=_BACKLOG)
 
 
 def connect_within(address: str, seconds: float, pause: float = durations.ENDPOINT_LOOK) -> socket.socket:
@@ -292,6 +277,124 @@ def _connect(address: str, seconds: float) -> socket.socket:
         connected.close()
         raise
     return connected
+
+
+_BACKLOG = 128
+
+
+def _listen_at(address: str) -> socket.socket:
+    """Returns a socket that listens only at ``address``, or raises an ``OSError``."""
+    if address.startswith(_UNIX):
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listening.bind(address.removeprefix(_UNIX))
+            listening.listen(_BACKLOG)
+        except OSError:
+            listening.close()
+            raise
+        return listening
+    host, port = split_address(address)
+    return listen(str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port)
+
+
+def listen(ip: str, port: int = 0) -> socket.socket:
+    """Returns a socket that listens at the address ``ip`` of this host, at all of its addresses if that is empty."""
+    dual = not ip and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in ip else socket.AF_INET
+    return socket.create_server((ip, port), family=family, dualstack_ipv6=dual, backlog=_BACKLOG)
+
+
+@final
+class Listener:
+    """Listens only at ``address``, and calls ``serve`` with the channel and the first message in a thread for each.
+    Who proves nothing is closed after ``durations.PROOF``, earlier if they are many; ``refusal``: why the last was.
+    """
+
+    def __init__(
+        self, address: str | socket.socket, key: Key, name: str, serve: Callable[[Channel, Any], None]
+    ) -> None:
+        self._key = key
+        self._name = name
+        self._serve = serve
+        self.refusal = ""
+        self._refusals = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        self._unproven: list[socket.socket] = []
+        try:
+            self._listening = _listen_at(address) if isinstance(address, str) else address
+        except OSError as error:
+            raise EngineError(
+                f"this process cannot listen at {address}, its address in the cluster ({error}): another process may "
+                "be listening there, or the address does not belong to this host."
+            ) from error
+        self._accepting = self._start(self._accept)
+
+    def close(self) -> None:
+        """Stops accepting connections; those already accepted stay open. Others may listen at the address then."""
+        self._closed = True
+        with contextlib.suppress(OSError):  # macOS: the socket is not connected
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
+        self._listening.close()
+        self._accepting.join(durations.LISTENER_PAUSE)  # macOS may leave it where it is
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                end, address = self._listening.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                if error.errno in _FULL:
+                    self._close_oldest()
+                    time.sleep(durations.LISTENER_PAUSE)
+                continue  # the process that connected has given up already
+            with self._lock:
+                self._unproven.append(end)
+                full = len(self._unproven) > _UNPROVEN
+            if full:
+                self._close_oldest()
+            self._start(self._greet, end, f"the process at {address[0]}" if address else "a process of this host")
+
+    def _close_oldest(self) -> None:
+        with self._lock, contextlib.suppress(OSError, IndexError):
+            self._unproven.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
+
+    def _greet(self, end: socket.socket, peer: str) -> None:
+        try:
+            proved = accept_proof(end, self._key, self._name, durations.PROOF)
+        except EngineError as error:
+            end.close()
+            refusal = str(not_authenticated(peer, error))
+            if isinstance(error, Cut):  # it has ended, or will connect again
+                _log.info("%s", refusal)
+            else:
+                self._warn(refusal)
+            return
+        finally:
+            with self._lock, contextlib.suppress(ValueError):
+                self._unproven.remove(end)
+        channel = Channel(end, *proved)
+        try:
+            first = channel.receive()
+        except ChannelClosed:
+            return  # It ended before it had identified itself.
+        self._serve(channel, first)
+
+    def _warn(self, refusal: str) -> None:
+        """Warns of a refusal; of many, which anybody may cause, only of the first ones."""
+        with self._lock:
+            self._refusals += 1
+            count, self.refusal = self._refusals, refusal
+        if count <= _WARNINGS:
+            further = " Further ones are not logged." if count == _WARNINGS else ""
+            _log.warning("%s%s", refusal, further)
+
+    @staticmethod
+    def _start(target: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        thread.start()
+        return thread
 
 
 @dataclass(frozen=True)

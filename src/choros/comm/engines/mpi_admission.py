@@ -22,7 +22,8 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Never, Self, final
+from functools import cached_property
+from typing import Any, Never, final
 
 import numpy as np
 from mpi4py import MPI
@@ -110,19 +111,18 @@ class RankGate:
 class RankSlots:
     """Where the ranks of a job may be, as the launcher numbers them; the first ``size`` slots are those of the start.
 
-    >>> slots = RankSlots.of(3, ["a", "a", "b", "b"])
+    >>> slots = RankSlots(3, ("a", "a", "b", "b"))
     >>> slots.leaders, slots.known_to(1), slots.known_to(3)
     ((0, 0, 2, 2), (0, 0, 2), (0, 0, 2, 2))
     """
 
     size: int
     hosts: tuple[str, ...]
-    leaders: tuple[int, ...]
 
-    @classmethod
-    def of(cls, size: int, hosts: Sequence[str]) -> Self:
-        """Returns the slots on ``hosts``."""
-        return cls(size, tuple(hosts), tuple(map(hosts.index, hosts)))
+    @cached_property
+    def leaders(self) -> tuple[int, ...]:
+        """Of each slot the first one on its host."""
+        return tuple(map(self.hosts.index, self.hosts))
 
     def free(self, taken: Container[int], present: Sequence[int], *, far: bool) -> int | None:
         """A free slot on a host with ranks, as Open MPI starts none elsewhere; ``far``: not only the first's."""
@@ -135,21 +135,17 @@ class RankSlots:
         return self.leaders[: max(self.size, number + 1, 2)]
 
 
-@dataclass(frozen=True)
-class Invitation:
-    """What a new rank receives: its number at the launcher, where ranks may be, and what they have sent each other."""
-
-    number: int
-    slots: RankSlots
-    facts: Facts
-
-
 class _NewRank:
-    """A process that rank 0 has started, until it is taken in: the opening it waits ``at``, or its ``problem``."""
+    """A process that rank 0 has started, until it is taken in: the opening it waits ``at``, or its ``problem``. It is
+    invited with its ``number`` at the launcher, where ranks may be, and what they have sent each other.
+    """
 
-    def __init__(self, invitation: Invitation, since: Callable[[int, int], Facts | None], gate: RankGate) -> None:
+    def __init__(
+        self, number: int, slots: RankSlots, facts: Facts, since: Callable[[int, int], Facts | None], gate: RankGate
+    ) -> None:
         """``since``: once an opening is over, the facts after the first few."""
-        self.invitation = invitation
+        self.number = number
+        self._slots, self._facts = slots, facts
         self.at: int | None = None
         self.problem = ""
         self._since = since
@@ -192,10 +188,10 @@ class _NewRank:
         try:
             with self._gate.opened():
                 pair = self._meet()
-            pair.send(self.invitation, 1, _ANSWER)
+            pair.send((self.number, self._slots, self._facts), 1, _ANSWER)
             if self._stopped.is_set():  # given up
                 pair.send(None, 1, _ANSWER)
-            self._pair, known = pair, len(self.invitation.facts)
+            self._pair, known = pair, len(self._facts)
             while not self._stopped.wait(durations.ADMISSION_LOOK):
                 _check(pair)
                 if pair.Iprobe(1, _AT):
@@ -207,7 +203,7 @@ class _NewRank:
             self.problem = error.Get_error_string()
 
     def _meet(self) -> MPI.Intracomm:
-        number, slots = self.invitation.number, self.invitation.slots
+        number, slots = self.number, self._slots
         new_rank = ",".join(map(str, (number, *slots.known_to(number))))
         command = [each.replace("{new_rank}", new_rank) for each in json.loads(current().spawn)]
         info = MPI.INFO_NULL
@@ -262,13 +258,13 @@ class Admissions:
         self._new = [new for new in self._new if not new.problem]
         may_start = all(new.is_connected for new in self._new) and self._failures < _TRIES
         if may_start and self.admitted + len(self._new) < self._limit:
-            taken = {*launched, *self.gone, *(new.invitation.number for new in self._new)}
+            taken = {*launched, *self.gone, *(new.number for new in self._new)}
             number = self._slots.free(taken, launched, far=not self._has_far)
             if number is not None and self._may_come(number) and self._has_room():
                 leaders = self._slots.leaders
                 self._has_far = self._has_far or leaders[number] != leaders[launched[0]]
-                invitation = Invitation(number, self._slots, list(self._facts))
-                self._new.append(_NewRank(invitation, self._facts_since, self._gate))
+                new = _NewRank(number, self._slots, list(self._facts), self._facts_since, self._gate)
+                self._new.append(new)
         return any(new.at == self.number for new in self._new)
 
     def _facts_since(self, opening: int, known: int) -> Facts | None:
@@ -276,7 +272,7 @@ class Admissions:
 
     def _may_come(self, number: int) -> bool:
         hosts = self._slots.hosts
-        coming = sum(new.at is None and hosts[new.invitation.number] == hosts[number] for new in self._new)
+        coming = sum(new.at is None and hosts[new.number] == hosts[number] for new in self._new)
         return coming < room(hosts[number])
 
     def _has_room(self) -> bool:
@@ -314,7 +310,7 @@ class Admissions:
 
 @final
 class Entrance:
-    """How this process, which a rank has started, becomes a rank; ``parent`` is the communicator of the two."""
+    """How this process, which a rank has started, becomes rank ``number``; ``parent``: the communicator of the two."""
 
     def __init__(self, parent: MPI.Intercomm) -> None:
         parent.Set_errhandler(MPI.ERRORS_RETURN)
@@ -322,10 +318,10 @@ class Entrance:
             parent.send(None, 0, _HELLO)
             self._pair = MPI.Intracomm(parent.Merge(high=True))
             self._pair.Set_errhandler(MPI.ERRORS_RETURN)
-            self.invitation: Invitation = _received(self._pair, _ANSWER)
+            self.number, self.slots, facts = _received(self._pair, _ANSWER)
         except MPI.Exception as error:
             self._leave(error)
-        learn_facts(self.invitation.facts)
+        learn_facts(facts)
 
     def wait(self, opening: int) -> tuple[MPI.Intracomm, frozenset[int], int] | None:
         """Waits in an opening; returns the communicator with the rank that has started this one, and what its

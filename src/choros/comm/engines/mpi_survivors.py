@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from choros import durations
-from choros.comm.waiting import LongWait, wait_until
+from choros.comm.waiting import Awaited, wait_until
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def agreed(comm: MPI.Intracomm, *, completed: bool) -> bool:
     return bool(common_bits(comm, int(completed)))
 
 
-def common_bits(comm: MPI.Intracomm, bits: int, describe: Callable[[], LongWait] | None = None) -> int:
+def common_bits(comm: MPI.Intracomm, bits: int, describe: Callable[[], Awaited] | None = None) -> int:
     """Returns the bits that all have set, the same on all left; 0 if a member was lost. ``comm`` may be revoked."""
     common = np.array(bits, np.int32)
     try:

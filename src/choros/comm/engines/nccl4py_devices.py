@@ -8,9 +8,8 @@ from typing import Any, final
 from cuda.core import Device as Gpu
 from nccl import core
 
-from choros.comm.communicator import Communicator
-from choros.comm.devices import Device, DeviceLink, agree_to_connect
-from choros.comm.engines.nccl import connection_error, exchange_id, share_cards
+from choros.comm.communicator import Communicator, bytes_of_first
+from choros.comm.devices import Device, DeviceLink, agree_to_connect, connection_error, share_cards
 from choros.comm.reduction import Reduction
 from choros.errors import ChorosError, EngineError, EngineUnavailable
 
@@ -48,7 +47,8 @@ class _NcclLink(DeviceLink):
         version = library.version.release if library is not None else ()
         with self._current() as gpu:
             share_cards(control, gpu.uuid, version)
-            unique = core.UniqueId.from_bytes(exchange_id(control, lambda: core.get_unique_id().as_bytes))
+            made = bytes_of_first(control, lambda: core.get_unique_id().as_bytes, "the start of NCCL")
+            unique = core.UniqueId.from_bytes(made)
             try:
                 self._communicator = core.Communicator.init(control.size, control.rank, unique)
             except Exception as error:

@@ -1,4 +1,8 @@
-"""The engine of ranks that MPI did not start: Gloo moves host arrays, after a rendezvous by ``store.py``."""
+"""The engine of ranks that MPI did not start: Gloo moves host arrays, after a rendezvous by ``store.py``, in private
+groups of ``torch.distributed``. The default group is never created: Keras from 3.16 on would then wrap a model in
+DistributedDataParallel, and average gradients a second time; and the user's script can call ``init_process_group``
+itself.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,11 @@ import logging
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, final
 
 import numpy as np
@@ -25,6 +33,7 @@ from choros.errors import EngineUnavailable
 from choros.settings import VARIABLES, current
 from choros.topology import WITHOUT_MPI, Master, Topology, find_master, shard_range
 from choros.transport.address import LOOPBACK, own_address
+from choros.transport.peers import connections_of_this_user
 from choros.transport.secret import secret_in
 
 try:
@@ -36,13 +45,6 @@ except ImportError as _error:
         "the script with chorosrun."
     ) from _error
 
-from choros.comm.engines.process_groups import (
-    allreduce_options,
-    broadcast_options,
-    gloo_group,
-    start_allgather,
-    wait_on_host,
-)
 from choros.comm.signature import Signatures
 from choros.comm.store import (
     RendezvousStore,
@@ -54,11 +56,23 @@ from choros.comm.store import (
     translated,
 )
 from choros.comm.store_watch import StallWatch, StragglerWatch
+from choros.comm.waiting import Awaited, Reporter
 
 #: The dtypes that Gloo reduces itself.
 _GLOO_DTYPES = frozenset(
     np.dtype(name) for name in ("int8", "uint8", "int32", "int64", "float16", "float32", "float64")
 )
+
+_OPS = {
+    Reduction.SUM: dist.ReduceOp.SUM,
+    Reduction.MIN: dist.ReduceOp.MIN,
+    Reduction.MAX: dist.ReduceOp.MAX,
+    Reduction.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+#: An hour before a rank's next collective is no error. A rank that dies closes its connections.
+FOREVER = timedelta(days=365)
+#: The interval at which Python can handle Ctrl-C.
+_NAP = timedelta(seconds=durations.NAP)
 
 _starts = itertools.count()
 _stall_watch: StallWatch | None = None
@@ -71,7 +85,6 @@ class TorchCommunicator(Communicator):
     """Ranks that are processes, connected with each other by Gloo; ``peers`` knows which ranks are lost."""
 
     engine = "torch"
-    signatures: Signatures
 
     def __init__(
         self,
@@ -107,7 +120,7 @@ class TorchCommunicator(Communicator):
         with self.peers.explaining(self.launched, self._waits_in), translated(what):
             started = start()
             for work in started if isinstance(started, list) else [started]:
-                wait_on_host(work, self._long_wait, self.check_peers, transfer)
+                wait_on_host(work, self.check_peers, self._long_wait, transfer)
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         table = np.empty(2 * self.size, np.int64)
@@ -184,7 +197,7 @@ def start(topology: Topology, comm: Sequence[int] | None = None) -> tuple[TorchC
     config = current()
     seconds = config.start_timeout
     store: dist.Store = dist.HashStore()
-    signatures = Signatures(b"")
+    signatures = Signatures()
     address = LOOPBACK
     if topology.size > 1 and topology.launcher in WITHOUT_MPI:
         store, signatures, address = store_at(_master(topology), topology, seconds)
@@ -256,3 +269,72 @@ def _master(topology: Topology) -> Master:
 def _tensor(array: Array) -> torch.Tensor:
     """Shares memory with ``array`` unless it is read-only, which no tensor can be."""
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+# ── groups of torch.distributed ──────────────────────────────────────────────────────────────────
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, address: str, seconds: float, check: Callable[[], None]) -> Any:
+    """Connects members by Gloo at ``address``, or ``GLOO_SOCKET_IFNAME``; ``check`` raises what ends the wait."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    ends = [{"interface": name} for name in names if name] or [{"hostname": address}]
+    options = dist.ProcessGroupGloo._Options()
+    # Gloo lets in whoever comes first. Between hosts, nothing says who that was.
+    with translated("connecting the ranks"), connections_of_this_user():
+        options._devices = [dist.ProcessGroupGloo.create_device(**end) for end in ends]
+        options._timeout = timedelta(seconds=seconds)
+        # In C++, which nothing interrupts: in another thread.
+        connected: Future[Any] = Future()
+
+        def connect() -> None:
+            try:
+                connected.set_result(dist.ProcessGroupGloo(store, rank, size, options))
+            except BaseException as error:  # noqa: BLE001  (who waits raises it)
+                connected.set_exception(error)
+
+        threading.Thread(target=connect, name="choros: Gloo connects", daemon=True).start()
+        while not wait([connected], _NAP.total_seconds()).done:
+            check()
+        group = connected.result()
+    group._set_default_timeout(FOREVER)
+    return group
+
+
+def wait_on_host(
+    work: Any, check: Callable[[], None], describe: Callable[[], Awaited] | None = None, transfer: float = math.inf
+) -> None:
+    """Waits for a collective of host tensors, which takes ``transfer`` seconds if all are there; ``check`` raises what
+    ends it. The thread sleeps a tenth of a second at most, after which Python can handle Ctrl-C.
+    """
+    with Reporter(describe, transfer=transfer) as reporter:
+        while not work.is_completed():
+            with suppress(RuntimeError):
+                work.wait(_NAP)
+            reporter.check()
+            check()
+    work.wait()
+
+
+def start_allgather(
+    group: Any, send: torch.Tensor, received: torch.Tensor, counts: Sequence[int], rank: int
+) -> list[Any]:
+    """Starts to concatenate the ranks' rows, ``counts[i]`` of rank ``i``, in ``received``."""
+    if len(set(counts)) == 1:
+        return [group._allgather_base(received, send)]
+    parts = torch.split(received, list(counts))
+    parts[rank].copy_(send)
+    return [group.broadcast([part], broadcast_options(root)) for root, part in enumerate(parts)]
+
+
+def allreduce_options(op: Reduction) -> Any:
+    """The options of an allreduce with ``op``."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = _OPS[op]
+    return options
+
+
+def broadcast_options(root: int) -> Any:
+    """The options of a broadcast from ``root``."""
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return options

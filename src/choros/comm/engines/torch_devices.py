@@ -8,17 +8,16 @@ import torch  # noqa: TID253  (imported where the user has it)
 import torch.distributed as dist  # noqa: TID253
 
 from choros.comm.communicator import Communicator
-from choros.comm.devices import Device, DeviceLink, agree_to_connect, as_tensor
-from choros.comm.engines.nccl import connection_error, share_cards
-from choros.comm.engines.process_groups import (
+from choros.comm.devices import Device, DeviceLink, agree_to_connect, as_tensor, connection_error, share_cards
+from choros.comm.engines.torch import (
     FOREVER,
+    TorchCommunicator,
     allreduce_options,
     broadcast_options,
     gloo_group,
     start_allgather,
     wait_on_host,
 )
-from choros.comm.engines.torch import TorchCommunicator
 from choros.comm.reduction import Reduction
 from choros.comm.store import exchange_locations, peers_of, store_over, translated
 from choros.errors import EngineUnavailable
@@ -92,7 +91,7 @@ class _TorchLink(DeviceLink):
         if self._on_gpu:
             work.wait()  # orders the current stream behind it
         else:
-            wait_on_host(work, check=self._check)
+            wait_on_host(work, self._check)
 
 
 def _nccl_group(store: dist.Store, control: Communicator, device: torch.device) -> Any:

@@ -11,6 +11,7 @@ running. Its own ways to abort a process are disabled: chorosrun watches the pro
 
 import atexit
 import ctypes
+import functools
 import os
 import socket
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 
 from choros import durations
-from choros.comm.communicator import Communicator
+from choros.comm.communicator import Communicator, bytes_of_first
 from choros.comm.engines.local import LocalCommunicator
 from choros.comm.request import Request
 from choros.errors import ConfigError, EngineError, EngineUnavailable
@@ -38,8 +39,6 @@ _OPTIONS = {
     "jax_enable_recoverability": True,
     "jax_cpu_collectives_implementation": "gloo",
 }
-#: The longest address of a coordinator.
-_ADDRESS_BYTES = 256
 
 _mesh: jax.sharding.Mesh | None = None
 #: The ranks that MPI has joined, for when they leave.
@@ -102,7 +101,8 @@ def _join(communicator: Communicator, position: Topology) -> None:
         communicator.agree(Request("start of jax.distributed", f"running={joined}"), problem=problem)
     if joined:
         return
-    address = _agreed_address(communicator, position)
+    listening = functools.partial(_free_address, position)
+    address = bytes_of_first(communicator, listening, "the start of jax.distributed").decode()
     for option, value in _OPTIONS.items():
         jax.config.update(option, value)
     try:
@@ -147,16 +147,12 @@ def _problem(communicator: Communicator, *, joined: bool) -> ConfigError | None:
     return None
 
 
-def _agreed_address(communicator: Communicator, position: Topology) -> str:
-    """The address at which rank 0 listens: ``JAX_COORDINATOR_ADDRESS`` if it is set there, else a free port."""
-    text = np.zeros(_ADDRESS_BYTES, np.uint8)
-    if communicator.rank == 0:
-        host = LOOPBACK if position.local_size == position.size else outward_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            mine = os.environ.get("JAX_COORDINATOR_ADDRESS") or str(Master(host, probe.getsockname()[1]))
-        text[: len(mine)] = np.frombuffer(mine.encode(), np.uint8)
-    return communicator.broadcast(text, 0, name="address of jax.distributed").tobytes().rstrip(b"\0").decode()
+def _free_address(position: Topology) -> bytes:
+    """The address at which rank 0 is to listen: ``JAX_COORDINATOR_ADDRESS`` if it is set there, else a free port."""
+    host = LOOPBACK if position.local_size == position.size else outward_address()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return (os.environ.get("JAX_COORDINATOR_ADDRESS") or str(Master(host, probe.getsockname()[1]))).encode()
 
 
 def _local_devices(position: Topology, environ: Mapping[str, str]) -> list[int] | None:

@@ -31,8 +31,7 @@ from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.hosts import Host, total_slots
 from choros.launch.processes.directories import SESSION, Directory, remove_owned, temporary
 from choros.topology.clusters import ClusterHost
-from choros.transport.channel import Channel, ChannelClosed, listen
-from choros.transport.listener import Listener
+from choros.transport.channel import Channel, ChannelClosed, Listener, listen
 from choros.transport.secret import job_key
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -17,19 +16,11 @@ from choros.parallel.compression.compressor import Float16, NoCompression
 from choros.parallel.reduce.exchange import Array, Exchange
 
 
-@final
-@dataclass(frozen=True)
-class TensorDevice(Device):
-    """Where gradients, tensors of ``torch`` or ``tensorflow``, are reduced without host staging."""
-
-    framework: str = "torch"
-
-
 def device_to_reduce_on(
     communicator: Communicator, compressor: Compressor, framework: str, devices: Iterable[Any]
-) -> TensorDevice | None:
+) -> Device | None:
     """Where tensors on ``devices`` are summed; ``None``: on the host, as for compressions that keep an error."""
-    different = {TensorDevice(device.type, device.index or 0, framework) for device in devices}
+    different = {Device(device.type, device.index or 0, framework) for device in devices}
     if len(different) != 1 or not isinstance(compressor, NoCompression | Float16):
         return None
     (device,) = different
@@ -47,7 +38,7 @@ class DeviceExchange(Exchange):
         layout: Layout,
         groups: Sequence[Sequence[int]],
         wire_dtype: WireDtype,
-        device: TensorDevice,
+        device: Device,
     ) -> None:
         if communicator.devices is None:
             raise EngineError(f"the {communicator.engine} engine cannot reduce tensors on {device.type} in place.")

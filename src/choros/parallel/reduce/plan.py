@@ -10,11 +10,12 @@ import cloudpickle
 import numpy as np
 
 from choros.comm import Communicator, ProcessSet, Reduction, Request, global_process_set
+from choros.comm.devices import Device
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor, check_compressor
 from choros.parallel.compression.compressor import Float16, NoCompression
 from choros.parallel.compression.sliced import Bfloat16
-from choros.parallel.reduce.device import DeviceExchange, TensorDevice
+from choros.parallel.reduce.device import DeviceExchange
 from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
 from choros.parallel.reduce.gradients import GradientLayout, Ranges, RowsExchange, RowsLayout, describe
 from choros.parallel.reduce.slices import OwnItemsExchange, ScatterExchange, check_slices
@@ -27,7 +28,7 @@ _BUCKET_BYTES = 8 << 20
 _COMPARES = (int(VARIABLES["compare_every"].default), VARIABLES["divergence"].default)
 
 
-def bucket_bytes(*, accelerated: bool, device: TensorDevice | None) -> int | None:
+def bucket_bytes(*, accelerated: bool, device: Device | None) -> int | None:
     """The size of buckets sent during the backward pass, ``None`` if none is; ``CHOROS_OVERLAP`` decides. By default
     only accelerators' are, as on a CPU the reduction competes for cores; tensors that stay on a GPU are reduced after
     it, in the stream that computes them.
@@ -71,7 +72,7 @@ class ReduceConfig:
     micro_batches: int = 1
     average_micro_batches: bool = True
     bucket_bytes: int | None = None
-    device: TensorDevice | None = None
+    device: Device | None = None
     compared_step: int = 2
     of_rows: bool = True
     process_set: ProcessSet = field(default=global_process_set)

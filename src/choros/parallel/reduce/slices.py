@@ -19,6 +19,7 @@ In an elastic job another rank has a copy of each slice, and makes the same upda
 
 import bisect
 import functools
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm import Communicator, ProcessSet, Reduction, Request, global_process_set
+from choros.comm import Communicator, ProcessSet, Reduction, Request, global_process_set, has_others
 from choros.comm.fusion import WireDtype, aligned_empty, concatenate_scaled, scale_into
 from choros.comm.transfers import gather_shares, scatter_shares
 from choros.errors import ConfigError, PeerLostError
@@ -39,6 +40,7 @@ from choros.parallel.reduce.gradients import Ranges, RowsLayout, SliceLayout, Sp
 #: have the same items, and compute the same bits.
 _ALIGNED_ITEMS = 64
 
+_log = logging.getLogger("choros")
 
 #: What ranks ask before updates, and pass to ``check_loaded``.
 LOADED = Request("whether an optimizer's state was loaded")
@@ -362,3 +364,29 @@ def _shares(layout: Sequence[SliceLayout], flats: Sequence[Array], ranks: int) -
 @functools.lru_cache(maxsize=64)
 def _gather_request(layout: tuple[SliceLayout, ...], name: str) -> Request:
     return Request("weights", ", ".join(map(str, layout)), name)
+
+
+def log_memory(optimizer: str, weights: int, state: Callable[[], tuple[int, int]], process_set: ProcessSet) -> None:
+    """Logs on the first rank what a rank has in memory of what is trained, as ``chorosrun --verbose`` shows once; see
+    ``choros memory``. ``optimizer``: the name of its class; ``weights``, ``state``: bytes.
+    """
+    if has_others(process_set) and process_set.communicator.rank == 0 and _log.isEnabledFor(logging.INFO):
+        _log.info("%s", memory_text(optimizer, weights, *state(), process_set.communicator.size))
+
+
+def memory_text(optimizer: str, weights: int, own: int, whole: int, ranks: int) -> str:
+    """What a rank has, as a sentence; of the state its ``own`` bytes, and those of one process.
+
+    >>> memory_text("Adam", 4 << 20, 4 << 20, 8 << 20, 2)
+    'memory of a rank: 4.0 MiB of weights, 4.0 MiB of gradients, 4.0 of 8.0 MiB of the state of Adam (shard_state).'
+    >>> memory_text("SGD", 4 << 20, 0, 0, 2)
+    'memory of a rank: 4.0 MiB of weights, 4.0 MiB of gradients, 0.0 MiB of the state of SGD.'
+    """
+    size = f"{weights / 2**20:.1f} MiB"
+    if own < whole:
+        kept, note = f"{own / 2**20:.1f} of {whole / 2**20:.1f} MiB", " (shard_state)"
+    else:
+        kept, note = f"{own / 2**20:.1f} MiB", ""
+        if ranks > 1 and own >= weights > 0:
+            note = f"; with shard_state about {own / ranks / 2**20:.1f} MiB"
+    return f"memory of a rank: {size} of weights, {size} of gradients, {kept} of the state of {optimizer}{note}."

@@ -222,7 +222,9 @@ class BackwardExchange:
         bucket = len(works)
         own = [self._reducible(index, gradient_of(index)) for index in self._buckets[bucket]]
         communicator = self.reducer.config.process_set.communicator
-        works.append(communicator.start(self._send, bucket, own, works[-1] if works else None, self._examples() or 1))
+        works.append(
+            communicator.start("", self._send, bucket, own, works[-1] if works else None, self._examples() or 1)
+        )
 
     def _send(
         self, bucket: int, gradients: Sequence[Array], previous: Work[list[Array] | None] | None, examples: int
