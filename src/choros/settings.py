@@ -14,8 +14,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from choros.errors import ConfigError
 
@@ -32,17 +31,11 @@ ENGINES: Mapping[str, tuple[str, str]] = {
 }
 
 
-class Alias(NamedTuple):
-    """Horovod's variable of the same purpose; ``values``: its own, in lower case, that differ here; empty: unset."""
-
-    name: str
-    values: Mapping[str, str] = MappingProxyType({})
-
-
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """An environment variable: name, default, purpose, valid values (``()``: any), Horovod's names of it.
-    With a ``unit`` it is a number, ``None`` without a value and a default. ``make`` makes the setting of the text.
+    """An environment variable: name, default, purpose, valid values (``()``: any). ``aliases``: Horovod's names of it,
+    with the values, in lower case, that differ there, and what they are here; empty: unset. With a ``unit`` it is a
+    number, ``None`` without a value and a default. ``make`` makes the setting of the text.
     ``page``: of the documentation. ``flag``: of chorosrun, which sets it, in ``group`` of its help; ``key``: that of
     Horovod's configuration files.
     """
@@ -51,7 +44,7 @@ class Variable:
     default: str
     help: str
     choices: tuple[str, ...] = ()
-    aliases: tuple[Alias, ...] = ()
+    aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     unit: str = ""
     or_zero: bool = True
     make: Callable[[str], Any] = str
@@ -65,11 +58,11 @@ class Variable:
         """Returns the set variable, this one before Horovod's, and its value as written here, empty if none is set."""
         if environ.get(self.name):
             return self.name, environ[self.name]
-        for alias in self.aliases:
-            value = environ.get(alias.name, "")
-            value = alias.values.get(value.casefold(), value)
+        for alias, values in self.aliases.items():
+            value = environ.get(alias, "")
+            value = values.get(value.casefold(), value)
             if value:
-                return alias.name, value
+                return alias, value
         return self.name, ""
 
     def read(self, environ: Mapping[str, str]) -> Any:
@@ -90,7 +83,7 @@ class Variable:
         for choice in self.choices:
             if text.casefold() == choice.casefold():
                 return choice
-        valid = [each for alias in self.aliases if alias.name == name for each in alias.values]
+        valid = list(self.aliases.get(name, ()))
         valid += [choice for choice in self.choices if choice.casefold() not in valid]
         raise ConfigError(f"{name}={text!r} is not one of {', '.join(valid)}. It sets {self.help}")
 
@@ -148,22 +141,22 @@ class Config:
     engine: str = _word("CHOROS_ENGINE", "auto", ("auto", *ENGINES),
         "the engine of the collectives: auto selects local for one rank, mpi for ranks that MPI knows, torch for "
         "others.",
-        aliases=(Alias("HOROVOD_CPU_OPERATIONS", {"mpi": "mpi", "gloo": "torch", "ccl": ""}),
-                 Alias("HOROVOD_CONTROLLER", {"mpi": "mpi", "gloo": "torch"})), page="engines.md")
+        aliases={"HOROVOD_CPU_OPERATIONS": {"mpi": "mpi", "gloo": "torch", "ccl": ""},
+                 "HOROVOD_CONTROLLER": {"mpi": "mpi", "gloo": "torch"}}, page="engines.md")
     devices: str = _word("CHOROS_DEVICES", "auto", ("auto", "nccl4py", "torch", "host"),
         "what moves tensors on GPUs: nccl4py or torch.distributed, both without host staging, or the engine, through "
         "host memory; auto selects the first that can.", page="gpus.md")
     autotune: bool = _switch("CHOROS_AUTOTUNE", "0",
         "whether ranks measure at startup which message sizes are fastest on this machine.",
-        aliases=(Alias("HOROVOD_AUTOTUNE"),), page="performance.md",
+        aliases={"HOROVOD_AUTOTUNE": {}}, page="performance.md",
         flag="--autotune / --no-autotune", group="Tuning", key="autotune.enabled")
     autotune_log: str = _text("CHOROS_AUTOTUNE_LOG",
         "the CSV file to which rank 0 writes what CHOROS_AUTOTUNE measured.",
-        aliases=(Alias("HOROVOD_AUTOTUNE_LOG"),),
+        aliases={"HOROVOD_AUTOTUNE_LOG": {}},
         flag="--autotune-log-file", group="Tuning", metavar="FILE", key="autotune.log_file")
     fusion_bytes: int | None = _number("CHOROS_FUSION_BYTES", "", "bytes",
         "the size of the messages in which gradients are reduced, by default 4194304; with 0 each on its own.",
-        make=int, aliases=(Alias("HOROVOD_FUSION_THRESHOLD"),))
+        make=int, aliases={"HOROVOD_FUSION_THRESHOLD": {}})
     overlap: bool | None = _word("CHOROS_OVERLAP", "auto", ("auto", "0", "1"),
         "whether gradients are reduced during the backward pass: auto does so on accelerators.",
         make=_on_or_off, page="performance.md")
@@ -173,20 +166,20 @@ class Config:
     log_level: str = _word("CHOROS_LOG_LEVEL", "WARNING", ("DEBUG", "INFO", "WARNING", "ERROR"),
         "the log level: INFO, which chorosrun --verbose sets, logs the engine and why it was selected; DEBUG all "
         "events.",
-        aliases=(Alias("HOROVOD_LOG_LEVEL", {"trace": "DEBUG", "fatal": "ERROR"}),))
+        aliases={"HOROVOD_LOG_LEVEL": {"trace": "DEBUG", "fatal": "ERROR"}})
     log_time: bool = _switch("CHOROS_LOG_TIME", "0",
         "whether log messages begin with the date and time.",
-        aliases=(Alias("HOROVOD_LOG_HIDE_TIME", {"0": "1", "1": "0"}),),
+        aliases={"HOROVOD_LOG_HIDE_TIME": {"0": "1", "1": "0"}},
         flag="--log-with-timestamp / --log-without-timestamp", group="Output", key="logging.with_timestamp")
     stall_seconds: float = _number("CHOROS_STALL_SECONDS", "60", "seconds",
         "the seconds after which chorosrun names the ranks that wait and those that they wait for; with 0 it does "
         "not.",
-        aliases=(Alias("HOROVOD_STALL_CHECK_DISABLE", {"1": "0", "0": ""}), Alias("HOROVOD_STALL_CHECK_TIME_SECONDS")),
+        aliases={"HOROVOD_STALL_CHECK_DISABLE": {"1": "0", "0": ""}, "HOROVOD_STALL_CHECK_TIME_SECONDS": {}},
         page="hangs.md", flag="--stall-check-warning-time-seconds", group="Waiting", metavar="SECONDS",
         key="stall_check.warning_time_seconds")
     stall_shutdown_seconds: float = _number("CHOROS_STALL_SHUTDOWN_SECONDS", "0", "seconds",
         "the seconds after which chorosrun stops a job in which ranks wait for others; with 0 it does not.",
-        aliases=(Alias("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"),),
+        aliases={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": {}},
         flag="--stall-check-shutdown-time-seconds --stall-shutdown", group="Waiting", metavar="SECONDS",
         key="stall_check.shutdown_time_seconds")
     verdict: bool = _switch("CHOROS_VERDICT", "1",
@@ -209,22 +202,22 @@ class Config:
     timeline: str | None = _text("CHOROS_TIMELINE",
         "the file to which the job records its timeline, in Chrome's trace format; DYNAMIC, as in Horovod: only "
         "start_timeline() begins one.",
-        make=_timeline, aliases=(Alias("HOROVOD_TIMELINE"),), page="timeline.md",
+        make=_timeline, aliases={"HOROVOD_TIMELINE": {}}, page="timeline.md",
         flag="--timeline-filename", group="Timeline", metavar="FILE", key="timeline.filename")
     mark_cycles: bool = _switch("CHOROS_TIMELINE_MARK_CYCLES", "0",
         "whether the timeline marks the moments at which all ranks have called a collective.",
-        aliases=(Alias("HOROVOD_TIMELINE_MARK_CYCLES"),),
+        aliases={"HOROVOD_TIMELINE_MARK_CYCLES": {}},
         flag="--timeline-mark-cycles / --no-timeline-mark-cycles", group="Timeline", key="timeline.mark_cycles")
     start_timeout: float = _number("CHOROS_START_TIMEOUT", "300", "seconds",
         "the seconds within which ranks that are started without MPI must connect to each other, and a new rank of an"
         " elastic job must call init().",
-        or_zero=False, aliases=(Alias("HOROVOD_START_TIMEOUT"),))
+        or_zero=False, aliases={"HOROVOD_START_TIMEOUT": {}})
     unreachable_seconds: float = _number("CHOROS_UNREACHABLE_SECONDS", "3", "seconds",
         "the seconds without any answer from a host after which its processes count as lost; at least 2.",
         or_zero=False, page="lost-peers.md")
     elastic: bool = _switch("CHOROS_ELASTIC", "0",
         "whether the job goes on without ranks that die; --min-np, --max-np and --host-discovery-script set it.",
-        aliases=(Alias("HOROVOD_ELASTIC"),), page="elastic.md")
+        aliases={"HOROVOD_ELASTIC": {}}, page="elastic.md")
     min_np: int = _number("CHOROS_MIN_NP", "1", "ranks",
         "the number of ranks with which an elastic job goes on; --min-np sets it.",
         make=int)
@@ -233,7 +226,7 @@ class Config:
         make=int)
     elastic_timeout: float = _number("CHOROS_ELASTIC_TIMEOUT", "600", "seconds",
         "the seconds that an elastic job waits for hosts with enough slots; --elastic-timeout sets it.",
-        aliases=(Alias("HOROVOD_ELASTIC_TIMEOUT"),))
+        aliases={"HOROVOD_ELASTIC_TIMEOUT": {}})
     reset_limit: int | None = _number("CHOROS_RESET_LIMIT", "", "ranks",
         "how many new ranks an elastic job takes in, and how many times it is started again; --reset-limit sets it.",
         make=int)

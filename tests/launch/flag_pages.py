@@ -47,8 +47,8 @@ def horovods_variables() -> list[str]:
     """Returns a row for each variable."""
     also_set = horovod_variables(Topology(), "", {VARIABLES["engine"].name: "mpi"})
     rows = [
-        f"| `{alias.name}` | read as `{variable.name}`: {variable.help.rstrip('.')}"
-        f"{'; set for ranks for which MPI or Gloo is requested' if alias.name in also_set else ''} |"
+        f"| `{alias}` | read as `{variable.name}`: {variable.help.rstrip('.')}"
+        f"{'; set for ranks for which MPI or Gloo is requested' if alias in also_set else ''} |"
         for variable in VARIABLES.values()
         for alias in variable.aliases
     ]

@@ -341,7 +341,7 @@ def test_an_invalid_variable_of_horovod_is_named():
 
 
 def test_every_variable_of_a_flag_is_read_or_has_a_reason():
-    known = {alias.name for variable in VARIABLES.values() for alias in variable.aliases}
+    known = {alias for variable in VARIABLES.values() for alias in variable.aliases}
     assert not known & HOROVOD_UNUSED.keys()
     named = {f"HOROVOD_{flag.dest.upper()}" for flag in HOROVOD_FLAGS if flag.no_effect}
     assert {"HOROVOD_CYCLE_TIME_MS", "HOROVOD_DISABLE_CACHE", "HOROVOD_USE_JSRUN"} == named - HOROVOD_UNUSED.keys()

@@ -28,7 +28,7 @@ def try_job(arguments: Arguments, hosts: Sequence[Host]) -> Finding:
     limits = ("--timeout", f"{durations.DOCTOR_JOB:g}", "--start-timeout", f"{durations.DOCTOR_JOB:g}")
     argv = [sys.executable, "-P", "-m", "choros.launch.cli", "-np", str(ranks), *flags, *limits, *_RANK]
     rows = [VARIABLES[name] for name in _LEFT_OUT]
-    left_out = {name for row in rows for name in (row.name, *(alias.name for alias in row.aliases))}
+    left_out = {name for row in rows for name in (row.name, *row.aliases)}
     began = time.monotonic()
     try:
         done = subprocess.run(

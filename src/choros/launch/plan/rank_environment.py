@@ -71,7 +71,7 @@ def horovod_variables(topology: Topology, host: str, environ: Mapping[str, str])
     position = {f"HOROVOD_{name.upper()}": str(getattr(topology, name)) for name in names}
     _, requested = VARIABLES["engine"].given(environ)
     connection = {"mpi": "mpi", "torch": "gloo"}.get(requested.casefold())
-    engines = {alias.name: connection for alias in reversed(VARIABLES["engine"].aliases)} if connection else {}
+    engines = dict.fromkeys(sorted(VARIABLES["engine"].aliases), connection) if connection else {}
     return {"HOROVOD_HOSTNAME": host, **position, **engines}
 
 
