@@ -20,10 +20,10 @@ from choros.errors import ConfigError, NotInitializedError
 from choros.observe.events import Event, Kind
 from choros.observe.timeline import PartHeader, PartWriter, TimelinePart, part_path, parts_directory, read_part
 from choros.settings import Config
-from choros.trace.clocks import ClockSample, clock_map
+from choros.trace.clocks import clock_map
 from choros.trace.files import from_json, merge_parts, read_trace, to_json
 from choros.trace.summary import collective_times, rank_times, summary_text, waits_of
-from choros.trace.trace import BUCKETS, STEPS, Interval, Mark, collectives_of, merge
+from choros.trace.trace import BUCKETS, MOMENTS, STEPS, Interval, collectives_of, merge
 from observe.timelines import MS, call, check, part, read, record
 
 
@@ -180,8 +180,8 @@ def test_steps_buckets_and_moments() -> None:
         Interval(0, STEPS, "step 1", MS, 4 * MS, {"examples": 4}),
         Interval(0, STEPS, "step 3", 7 * MS, 8 * MS, {}),
         Interval(0, "epochs", "epoch 0 of model", 0, 8 * MS, {"unfinished": True}),
+        Interval(0, MOMENTS, "checkpoint: model.keras", 5 * MS, 5 * MS, {}),
     )
-    assert trace.marks == (Mark(0, "checkpoint: model.keras", 5 * MS),)
     check(json.loads("".join(to_json(trace))))
     (times,) = rank_times(trace)
     assert (times.steps, times.step, times.transferring) == (2, 6 * MS, MS)
@@ -189,7 +189,7 @@ def test_steps_buckets_and_moments() -> None:
 
 def test_cycles_are_marked_on_request() -> None:
     parts = [part(0, call("loss", 0, 1, 2, 1), mark_cycles=True), part(1, call("loss", 0, 1, 2, 1))]
-    assert merge(parts).marks == (Mark(0, "CYCLE_START", MS),)
+    assert merge(parts).intervals == (Interval(0, MOMENTS, "CYCLE_START", MS, MS, {}),)
 
 
 def test_slices_that_overlap_are_in_different_threads() -> None:
@@ -253,10 +253,10 @@ def test_clocks_of_two_hosts_are_aligned(late: float, drift: float) -> None:
 
 def test_ranks_that_take_turns_to_be_last_bound_the_offset() -> None:
     """The median is moved into the bounds."""
-    late_here = [ClockSample(0, 300, 1290, 1300)] * 3  # offset ≥ 990
-    late_there = [ClockSample(290, 300, 1000, 1310)] * 1  # offset ≤ 1020
+    late_here = [((0, 300), (1290, 1300))] * 3  # offset ≥ 990
+    late_there = [((290, 300), (1000, 1310))] * 1  # offset ≤ 1020
     assert clock_map(late_here + late_there, default=0)(0) == 1000
-    assert clock_map([ClockSample(0, 300, 1700, 1300)], default=0)(0) == 1350  # bounds that contradict each other
+    assert clock_map([((0, 300), (1700, 1300))], default=0)(0) == 1350  # bounds that contradict each other
 
 
 def test_clocks_without_a_common_collective_are_aligned_by_the_wall_clock() -> None:

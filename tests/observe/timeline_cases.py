@@ -72,7 +72,7 @@ def case_names_bytes_and_sets_are_those_of_the_calls(tmp_path: Path) -> None:
     }  # fmt: skip
     assert [call.bytes for call in sorted(found["last"].calls, key=lambda call: call.rank)] == [0, 24, 0]
     # What ranks ask for under different names begins on none of them.
-    assert len({mark.time for mark in trace.marks if mark.name == "CYCLE_START" and mark.rank == 0}) == 4
+    assert len({each.began for each in trace.intervals if each.name == "CYCLE_START" and each.rank == 0}) == 4
     communicator().barrier()  # no rank removes the file while another reads it
 
 

@@ -15,36 +15,28 @@ intervals the offset changes linearly. Processes of one host share a clock.
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from statistics import median
 
 #: The length of an interval with one offset: clocks of hosts differ by less than a millisecond more after it.
 _INTERVAL = 10 * 10**9
 
 
-@dataclass(frozen=True)
-class ClockSample:
-    """What a collective says about a clock's offset, in nanoseconds: when the last of its ranks called it, and when
-    the first of them knew that all had, by this clock; the same of the reference clock's ranks, by that clock.
-    """
-
-    begun: int
-    matched: int
-    reference_begun: int
-    reference_matched: int
+#: Of a collective, by one clock, in nanoseconds: when the last of its ranks called it, and the first knew that all had.
+Bounds = tuple[int, int]
 
 
-def clock_map(samples: Iterable[ClockSample], default: int) -> Callable[[int], int]:
-    """Returns what converts a time to the reference clock's by these collectives; ``default``: the offset without any.
+def clock_map(samples: Iterable[tuple[Bounds, Bounds]], default: int) -> Callable[[int], int]:
+    """Returns what converts a time to the reference clock's by collectives' bounds, by this clock and the reference;
+    ``default``: the offset without any.
 
-    >>> clock_map([ClockSample(begun=0, matched=50, reference_begun=130, reference_matched=152)], default=0)(0)
+    >>> clock_map([((0, 50), (130, 152))], default=0)(0)
     102
     """
-    intervals: defaultdict[int, list[ClockSample]] = defaultdict(list)
-    for sample in samples:
-        intervals[sample.matched // _INTERVAL].append(sample)
+    intervals: defaultdict[int, list[tuple[Bounds, Bounds]]] = defaultdict(list)
+    for own, reference in samples:
+        intervals[own[1] // _INTERVAL].append((own, reference))
     #: Ascending times, and the offset at each.
-    points = [(int(median(each.matched for each in same)), _offset(same)) for _, same in sorted(intervals.items())]
+    points = [(int(median(own[1] for own, _ in same)), _offset(same)) for _, same in sorted(intervals.items())]
     points = points or [(0, default)]
 
     def convert(time: int) -> int:
@@ -57,10 +49,10 @@ def clock_map(samples: Iterable[ClockSample], default: int) -> Callable[[int], i
     return convert
 
 
-def _offset(samples: list[ClockSample]) -> int:
-    least = max(each.reference_begun - each.matched for each in samples)
-    most = min(each.reference_matched - each.begun for each in samples)
-    middle = int(median(each.reference_matched - each.matched for each in samples))
+def _offset(samples: list[tuple[Bounds, Bounds]]) -> int:
+    least = max(reference_begun - matched for (_, matched), (reference_begun, _) in samples)
+    most = min(reference_matched - begun for (begun, _), (_, reference_matched) in samples)
+    middle = int(median(reference_matched - matched for (_, matched), (_, reference_matched) in samples))
     if least > most:  # the clocks have drifted apart by more than the bounds are wide
         return (least + most) // 2
     return min(max(middle, least), most)

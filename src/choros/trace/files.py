@@ -27,19 +27,19 @@ from choros.observe.timeline import TimelinePart, part_files, read_part, remove_
 from choros.trace.trace import (
     BUCKETS,
     EPOCHS,
+    MOMENTS,
     STEPS,
     Call,
     Interval,
-    Mark,
     Trace,
     TracedRank,
     collectives_of,
     merge,
 )  # fmt: skip
 
-_COLLECTIVES, _MARKS = "collectives", "moments"
+_COLLECTIVES = "collectives"
 #: The tracks of a rank, from top to bottom.
-_TRACKS = (EPOCHS, STEPS, _COLLECTIVES, BUCKETS, _MARKS)
+_TRACKS = (EPOCHS, STEPS, _COLLECTIVES, BUCKETS, MOMENTS)
 _FORMAT = 1
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -122,18 +122,18 @@ def from_json(text: str | bytes) -> Trace:
         everyone = tuple(range(about["size"]))
         calls: list[Call] = []
         intervals: list[Interval] = []
-        marks: list[Mark] = []
         for event in data["traceEvents"]:
             kind, category = event["ph"], event.get("cat")
             if kind == "i":
-                marks.append(Mark(_rank(event), event["name"], _ns(event["ts"])))
+                time = _ns(event["ts"])
+                intervals.append(Interval(_rank(event), MOMENTS, event["name"], time, time, {}))
             elif kind == "X" and category == _COLLECTIVES:
                 calls.append(_call(event, everyone))
             elif kind == "X" and category in _TRACKS:
                 begin = _ns(event["ts"])
                 end = begin + _ns(event["dur"])
                 intervals.append(Interval(_rank(event), category, event["name"], begin, end, event["args"]))
-        return Trace(about["size"], about["wall_ns"], ranks, tuple(calls), tuple(intervals), tuple(marks))
+        return Trace(about["size"], about["wall_ns"], ranks, tuple(calls), tuple(intervals))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"it is not a timeline that choros has written: {error!r}") from error
 
@@ -146,7 +146,6 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     interval_lanes = _lanes((each.rank, each.track, each.began, each.ended) for each in trace.intervals)
     used = {(call.rank, _COLLECTIVES, lane) for call, lane in zip(trace.calls, call_lanes, strict=True)}
     used |= {(each.rank, each.track, lane) for each, lane in zip(trace.intervals, interval_lanes, strict=True)}
-    used |= {(mark.rank, _MARKS, 0) for mark in trace.marks}
     # A thread's number is used once in the file: 0 is that of a process.
     order = sorted(used, key=lambda each: (each[0], _TRACKS.index(each[1]), each[2]))
     tids = {each: number for number, each in enumerate(order, 1)}
@@ -165,10 +164,10 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
             yield {**event, **place}
     for interval, lane in zip(trace.intervals, interval_lanes, strict=True):
         place = {"pid": _pid(interval.rank), "tid": tids[interval.rank, interval.track, lane]}
-        yield {**_slice(interval.name, interval.track, interval.began, interval.ended, interval.details), **place}
-    for mark in trace.marks:
-        place = {"pid": _pid(mark.rank), "tid": tids[mark.rank, _MARKS, 0]}
-        yield {"ph": "i", "s": "t", "name": mark.name, "ts": _us(mark.time), **place}
+        if interval.track == MOMENTS:
+            yield {"ph": "i", "s": "t", "name": interval.name, "ts": _us(interval.began), **place}
+        else:
+            yield {**_slice(interval.name, interval.track, interval.began, interval.ended, interval.details), **place}
 
 
 def _lanes(slices: Iterable[tuple[int, str, int, int]]) -> list[int]:

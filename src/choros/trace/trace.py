@@ -17,9 +17,9 @@ from typing import Any
 
 from choros.observe.events import Kind
 from choros.observe.timeline import Record, TimelinePart
-from choros.trace.clocks import ClockSample, clock_map
+from choros.trace.clocks import Bounds, clock_map
 
-EPOCHS, STEPS, BUCKETS = "epochs", "steps", "buckets"
+EPOCHS, STEPS, BUCKETS, MOMENTS = "epochs", "steps", "buckets", "moments"
 #: Times are multiples of an eighth of a microsecond, which is exact in decimal and in binary: slices that touch in the
 #: trace touch in every reader, however it converts microseconds.
 _TICK = 125
@@ -32,7 +32,7 @@ _INTERVALS = {
     Kind.BUCKET_BEGUN: (Kind.BUCKET_DONE, BUCKETS, "bucket"),
 }
 _ENDS = {end: begin for begin, (end, _, _) in _INTERVALS.items()}
-_MARKS = (Kind.COMMIT, Kind.CHECKPOINT, Kind.RANK_CRASHED)
+_MOMENTS = (Kind.COMMIT, Kind.CHECKPOINT, Kind.RANK_CRASHED)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,9 @@ class CallsOfCollective:
 
 @dataclass(frozen=True)
 class Interval:
-    """A step, bucket or epoch of a rank, in the track ``steps``, ``buckets`` or ``epochs``; named like ``step 3``."""
+    """A step, bucket or epoch of a rank, in the track ``steps``, ``buckets`` or ``epochs``, named like ``step 3``; or
+    in ``moments``, what happened at one time.
+    """
 
     rank: int
     track: str
@@ -107,15 +109,6 @@ class Interval:
     began: int
     ended: int
     details: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A moment of a rank, and what happened."""
-
-    rank: int
-    name: str
-    time: int
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,6 @@ class Trace:
     ranks: tuple[TracedRank, ...]
     calls: tuple[Call, ...]
     intervals: tuple[Interval, ...] = ()
-    marks: tuple[Mark, ...] = ()
 
 
 def merge(parts: Iterable[TimelinePart]) -> Trace:
@@ -142,8 +134,9 @@ def merge(parts: Iterable[TimelinePart]) -> Trace:
         ordered[0].header.wall + start,
         tuple(TracedRank(part.header.rank, part.header.host, part.header.began, part.ended) for part in aligned),
         tuple(call for each in calls for call in each),
-        tuple(interval for part in aligned for interval in _intervals(part)),
-        tuple(mark for part, own in zip(aligned, calls, strict=True) for mark in _marks(part, own)),
+        tuple(
+            each for part, own in zip(aligned, calls, strict=True) for each in (*_intervals(part), *_moments(part, own))
+        ),
     )
 
 
@@ -171,7 +164,7 @@ def _clock_maps(parts: Sequence[TimelinePart]) -> dict[str, Callable[[int], int]
     if len(defaults) == 1:
         return {reference.clock: clock_map((), 0)}
     clocks = {part.header.rank: part.header.clock for part in parts}
-    samples: defaultdict[str, list[ClockSample]] = defaultdict(list)
+    samples: defaultdict[str, list[tuple[Bounds, Bounds]]] = defaultdict(list)
     for collective in collectives_of(call for part in parts for call in _calls(part)):
         by_clock: defaultdict[str, list[Call]] = defaultdict(list)
         for call in collective.calls:
@@ -180,7 +173,7 @@ def _clock_maps(parts: Sequence[TimelinePart]) -> dict[str, Callable[[int], int]
         expected = bounds.pop(reference.clock, None)
         for clock, own in bounds.items():
             if own is not None and expected is not None:
-                samples[clock].append(ClockSample(*own, *expected))
+                samples[clock].append((own, expected))
     return {clock: clock_map(samples[clock], default) for clock, default in defaults.items()}
 
 
@@ -194,8 +187,8 @@ def _aligned(part: TimelinePart, clock: Callable[[int], int], start: int) -> Tim
     return TimelinePart(replace(part.header, began=converted(part.header.began)), records, converted(part.ended))
 
 
-def _bounds(calls: Iterable[Call]) -> tuple[int, int] | None:
-    """The last begin and the first match of calls on one clock; ``None`` if none was matched."""
+def _bounds(calls: Iterable[Call]) -> Bounds | None:
+    """Those of calls on one clock; ``None`` if none was matched."""
     matches = [call.matched for call in calls if call.matched is not None]
     return (max(call.begun for call in calls), min(matches)) if matches else None
 
@@ -243,11 +236,8 @@ def _interval(part: TimelinePart, begin: Record, ended: int, details: Mapping[st
     return Interval(part.header.rank, track, f"{noun}{number}{of}", begin.time, ended, together)
 
 
-def _marks(part: TimelinePart, calls: Sequence[Call]) -> list[Mark]:
-    rank = part.header.rank
-    marks = [
-        Mark(rank, f"{record.kind}: {record.name}", record.time) for record in part.records if record.kind in _MARKS
-    ]
+def _moments(part: TimelinePart, calls: Sequence[Call]) -> list[Interval]:
+    named = [(f"{record.kind}: {record.name}", record.time) for record in part.records if record.kind in _MOMENTS]
     if part.header.mark_cycles:
-        marks += [Mark(rank, _CYCLE, call.matched) for call in calls if call.matched is not None]
-    return marks
+        named += [(_CYCLE, call.matched) for call in calls if call.matched is not None]
+    return [Interval(part.header.rank, MOMENTS, name, time, time, {}) for name, time in named]
