@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from choros import durations
 from choros.errors import ChorosError, LaunchError
 from choros.launch.agents.messages import HUB, HostSlots
-from choros.ray.launcher import HostAgent, JobLauncher
+from choros.ray.launcher import JobLauncher
 from choros.ray.messages import ActorPlace
 from choros.ray.registry import ActorRegistry, ReadyActor
 from choros.transport.address import this_host
@@ -77,7 +77,7 @@ class RayJob:
         self._are_told = False
         # On this machine, this node: it is there as long as the executor, while another node of Ray's may be lost.
         node = ray.get_runtime_context().get_node_id() if first.machine == this_host() else first.node
-        self._launcher = _pinned(JobLauncher, node, secret)
+        self._launcher = _pinned(node, secret)
         self._agents: dict[str, tuple[Any, Any]] = {}
         self._address = ""
         slots = slots_of(self._slots, most)
@@ -125,7 +125,7 @@ class RayJob:
         return {actors[0].place.machine: actors[0].place for actors in machines}, _counts(machines)
 
     def _add_machine(self, place: ActorPlace, index: int, slots: int) -> None:
-        agent = _pinned(HostAgent, place.node, self._secret)
+        agent = _pinned(place.node, self._secret)
         served = agent.serve.remote(index, slots, self._address)
         self._agents[place.machine] = agent, served
 
@@ -172,6 +172,6 @@ def _counts(machines: Sequence[Sequence[ReadyActor]]) -> dict[str, int]:
     return {actors[0].place.machine: len(actors) for actors in machines}
 
 
-def _pinned(cls: type, node: str, secret: str) -> Any:
+def _pinned(node: str, secret: str) -> Any:
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(cls).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy).remote(secret)
+    return ray.remote(JobLauncher).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy).remote(secret)

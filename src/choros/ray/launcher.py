@@ -1,5 +1,5 @@
-"""The actors that are chorosrun's part: ``JobLauncher`` runs a job, ``HostAgent`` its ranks on another machine. They
-hold no CPUs, and both need the main thread of their process, for signals.
+"""The actors that are chorosrun's part, one on each machine. They hold no CPUs, and need the main thread of their
+process, for signals.
 """
 
 import os
@@ -21,10 +21,11 @@ _THREADS = "OMP_NUM_THREADS"
 
 @final
 class JobLauncher:
-    """Runs one job, with the key ``secret``."""
+    """Runs one job, with the key ``secret``, or its ranks on another machine than the first."""
 
     def __init__(self, secret: str) -> None:
-        _set_up(secret)
+        os.environ[VARIABLES["secret"].name] = secret
+        os.environ.pop(_THREADS, None)
         self._hub: Hub | None = None
 
     def listen(self, machines: int, slots: int) -> str:
@@ -45,21 +46,8 @@ class JobLauncher:
         finally:
             self._hub.close(0)
 
-
-@final
-class HostAgent:
-    """Runs the ranks of one machine, for the launcher at ``address``."""
-
-    def __init__(self, secret: str) -> None:
-        _set_up(secret)
-
     def serve(self, index: int, slots: int, address: str) -> int:
-        """Serves the job until it ends: this is machine ``index`` of it."""
+        """Runs the ranks of machine ``index`` of a job, for its launcher at ``address``, until it ends."""
         first, _, port = address.rpartition(":")
         cluster = ClusterHost(_CLUSTER, index, None, first, port=int(port))
         return serve_host(cluster, slots, durations.AGENTS, print)
-
-
-def _set_up(secret: str) -> None:
-    os.environ[VARIABLES["secret"].name] = secret
-    os.environ.pop(_THREADS, None)

@@ -11,7 +11,7 @@ import ray
 
 from choros import durations
 from choros.errors import LaunchError, WorkerFailed
-from choros.ray.messages import ACTOR, END, LEAVE, ActorPlace, CallOnRank, CallRaised, Create, Seated
+from choros.ray.messages import ACTOR, END, LEAVE, ActorPlace, CallOnRank
 from choros.transport.address import LOOPBACK, this_host
 from choros.transport.channel import Channel, ChannelClosed
 from choros.transport.listener import Listener
@@ -26,7 +26,7 @@ class RayWorker:
 
     def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
         self._changed = threading.Condition()
-        self._rank: tuple[Channel, Seated] | None = None
+        self._rank: tuple[Channel, int] | None = None
         self._calling = threading.Lock()
         os.environ["HOROVOD_HOSTNAME"] = self.hostname()
         os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"] = str(world_rank), str(world_size)
@@ -60,7 +60,7 @@ class RayWorker:
 
     def create(self, packed: bytes) -> None:
         """Makes the object that calls get."""
-        self._exchange(Create(packed))
+        self._exchange(CallOnRank(packed, creates=True))
 
     def execute(self, packed: bytes) -> Any:
         """Returns what the rank's call returns; ``WorkerFailed`` if it raises, or the rank ends."""
@@ -78,11 +78,10 @@ class RayWorker:
         """Does not return: the executor, which waits for it, learns of the end of this actor."""
         threading.Event().wait()
 
-    def _serve(self, channel: Channel, first: Any) -> None:
-        if isinstance(first, Seated):
-            with self._changed:
-                self._rank = channel, first
-                self._changed.notify_all()
+    def _serve(self, channel: Channel, rank: int) -> None:
+        with self._changed:
+            self._rank = channel, rank
+            self._changed.notify_all()
 
     def _tell(self, message: Any) -> None:
         found = self._connected()
@@ -90,7 +89,7 @@ class RayWorker:
             with suppress(ChannelClosed):  # the rank has ended
                 found[0].send(message)
 
-    def _connected(self) -> tuple[Channel, Seated] | None:
+    def _connected(self) -> tuple[Channel, int] | None:
         """Returns the rank of this actor, for which it waits a while: it has been sent here."""
         with self._changed:
             self._changed.wait_for(lambda: self._rank is not None, durations.RAY_CONNECT)
@@ -107,12 +106,12 @@ class RayWorker:
                 answer = channel.receive()
             except ChannelClosed as error:
                 raise _failed(rank, "has ended before its call returned", "") from error
-        if isinstance(answer, CallRaised):
-            raise _failed(rank, f"has raised an exception:\n{answer.traceback}", answer.traceback)
+        if isinstance(answer, str):
+            raise _failed(rank, f"has raised an exception:\n{answer}", answer)
         returned: bytes = answer
         return returned
 
 
-def _failed(rank: Seated, what: str, text: str) -> WorkerFailed:
+def _failed(rank: int, what: str, text: str) -> WorkerFailed:
     host = socket.gethostname()
-    return WorkerFailed(f"rank {rank.rank} on {host} {what}", rank=rank.rank, host=host, exit_code=1, traceback=text)
+    return WorkerFailed(f"rank {rank} on {host} {what}", rank=rank, host=host, exit_code=1, traceback=text)
