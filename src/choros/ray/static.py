@@ -15,10 +15,9 @@ from choros.errors import LaunchError, WorkerFailed
 from choros.launch.run import pack
 from choros.ray.job import RayJob, in_order, number, raise_cause, wait_for_ranks
 from choros.ray.messages import RaySettings
-from choros.ray.placement import create_placement_group, create_worker, no_room
 from choros.ray.rank import serve_calls
 from choros.ray.registry import ActorRegistry, ReadyActor
-from choros.ray.worker import CONTROL
+from choros.ray.worker import CONTROL, create_placement_group, create_worker, no_room
 from choros.transport.address import this_host
 
 
