@@ -7,10 +7,8 @@ from functools import partial
 from typing import Any, TextIO, TypeVar
 
 from choros.errors import ConfigError
-from choros.frameworks import installed
 from choros.launch.plan.arguments import Arguments
-from choros.launch.plan.horovod_flags import check, unused, variables
-from choros.launch.run import pack
+from choros.launch.run import arguments_in_python, pack
 from choros.spark.driver import active_context, run_job, show_in
 from choros.spark.plan import SparkJob
 
@@ -164,27 +162,20 @@ def arguments_of(
     size: int,
     *,
     verbose: int = 1,
-    env: Mapping[str, str] | None = None,
     nics: str | Iterable[str] | None = None,
     extra_mpi_args: str | None = None,
-    use_mpi: bool | None = None,
-    use_gloo: bool | None = None,
     **given: Any,
 ) -> tuple[Arguments, list[str]]:
     """Returns the arguments of a job that these are, and what is to be said of those without an effect."""
-    horovods = {"use_mpi": use_mpi or None, "use_gloo": use_gloo or None}
-    check(horovods, lambda: "torch" in installed(), in_python=True)
-    given |= {"verbose": verbose > 1, "env": {**variables(horovods), **(env or {})}}
+    given |= {"num_proc": size, "verbose": verbose > 1}
     if extra_mpi_args is not None:
         given["mpi_args"] = extra_mpi_args
     if nics is not None:
         given["network_interfaces"] = nics if isinstance(nics, str) else sorted(nics)
     if given.get("commit_dir") is not None:  # a path of all machines
         given["commit_dir"] = os.path.abspath(given["commit_dir"])
-    sentences = [f"choros.spark: {sentence}" for sentence in unused(horovods, in_python=True)]
     try:
-        named = {name: value for name, value in given.items() if value is not None}
-        return Arguments(in_python=True, num_proc=size, **named), sentences
+        return arguments_in_python("choros.spark", given)
     except TypeError as error:
         raise TypeError(f"choros.spark.run(): {error}") from None
 
