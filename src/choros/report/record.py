@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from choros.errors import ConfigError
-from choros.observe.stragglers import PARTS, RankProgress
+from choros.observe.stragglers import SERIES, RankProgress
 from choros.observe.verdict import Goodput
 
-#: The formats of records that can be read.
+#: The format of records that can be read.
 _FORMAT = 1
-#: What the seconds of a step are spent on, after ``computing``, which is what is left.
-SPENT = PARTS[1:]
 _GOODPUT = tuple(each.name for each in fields(Goodput))
-_SERIES = ("steps", "examples", "seconds", "memory", *SPENT)
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Rank:
     def of(cls, number: str, found: Mapping[str, Any], began: float) -> Rank:
         """That of a record's entry."""
         times = [float(each) - began for each in found["times"]]
-        series = {name: [float(each) for each in found[name]] for name in _SERIES}
+        series = {name: [float(each) for each in found[name]] for name in SERIES}
         if any(len(each) != len(times) for each in series.values()):
             raise ValueError(f"rank {number} has lists of different lengths")
         last: dict[str, Any] = {name: values[-1] for name, values in series.items() if values}
