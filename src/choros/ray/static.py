@@ -82,13 +82,13 @@ class StaticAdapter:
             bundle = {name: value * per_bundle for name, value in self._resources.items()}
             spread, timeout = "STRICT_SPREAD" if self._hosts else "PACK", self._settings.placement_group_timeout_s
             self._own_group, _ = create_placement_group(bundle, self._hosts or self._size, timeout, spread)
-        strategies = [
-            PlacementGroupSchedulingStrategy(group or self._own_group, -1 if group else number // per_bundle)
-            for number in range(self._size)
-        ]
+        strategies = (
+            PlacementGroupSchedulingStrategy(group or self._own_group, -1 if group else index // per_bundle)
+            for index in range(self._size)
+        )
         return [
-            create_worker(self._resources, number, self._size, scheduling_strategy=strategy)
-            for number, strategy in enumerate(strategies)
+            create_worker(self._resources, index, self._size, scheduling_strategy=each)
+            for index, each in enumerate(strategies)
         ]
 
     def run_remote(self, function: Callable[[Any], Any]) -> list[Any]:
