@@ -23,9 +23,8 @@ import numpy as np
 
 from choros.errors import ConfigError
 from choros.parallel.structure import map_structure
-from choros.spark.parameters import COMMON, FitPlan, RowsEstimator, with_parameters
+from choros.spark.parameters import COMMON, EstimatorModel, FitPlan, Predict, RowsEstimator, with_parameters
 from choros.spark.rows import ParquetRows
-from choros.spark.transform import EstimatorModel, Predict
 
 __all__ = ["TorchEstimator", "TorchModel"]
 
