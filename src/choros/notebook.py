@@ -12,7 +12,6 @@ import shlex
 import traceback
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -20,9 +19,8 @@ import click
 from choros.errors import ChorosError, ConfigError, LaunchError
 from choros.frameworks import installed
 from choros.launch.bootstrap import execute
-from choros.launch.cli import arguments_of
+from choros.launch.cli import read_flags
 from choros.launch.options import PARAMETERS
-from choros.launch.plan.horovod_flags import check, read_config_file, unused, with_config
 from choros.launch.run import run_call
 
 #: Those of chorosrun's parameters that a cell cannot have: it is the command, and is run.
@@ -79,10 +77,7 @@ def _parsed(line: str) -> Any:
 
 def run_cell(shell: Any, cell: str, give: Sequence[str], result: Sequence[str], **flags: Any) -> None:
     """Runs ``cell`` on the ranks of a new job; ``give`` and ``result`` name variables, ``flags`` are chorosrun's."""
-    if flags["config_file"] is not None:
-        flags = with_config(flags, read_config_file(Path(flags["config_file"])))
-    check(flags, lambda: "torch" in installed())
-    arguments = arguments_of(flags)
+    arguments, sentences = read_flags(flags, lambda: "torch" in installed())
     if arguments.ps:
         raise ConfigError(
             f"--ps {arguments.ps}: expected a job without parameter servers. Write the script to a file, with "
@@ -96,7 +91,7 @@ def run_cell(shell: Any, cell: str, give: Sequence[str], result: Sequence[str], 
     compile(source, file, "exec", dont_inherit=True)  # a SyntaxError here, not on each rank
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     call = partial(execute, source, file, {name: variables[name] for name in give}, result)
-    got = run_call(call, arguments, (f"%%choros: {sentence}" for sentence in unused(flags)))
+    got = run_call(call, arguments, (f"%%choros: {sentence}" for sentence in sentences))
     values = next((each for each in got if each is not None), None)
     if values is None:
         raise LaunchError("rank 0 was lost before the cell had ended on it, and the variables of --result with it.")

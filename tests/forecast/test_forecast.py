@@ -15,9 +15,8 @@ from click.testing import CliRunner
 
 from choros.errors import ConfigError
 from choros.forecast.cli import forecast
-from choros.forecast.costs import Machines, allreduce_s, control_s, messages_s, slices_s
-from choros.forecast.fit import link_of
-from choros.forecast.links import PROFILES, Link, parse_link
+from choros.forecast.costs import Link, Machines, allreduce_s, control_s, messages_s, slices_s
+from choros.forecast.links import PROFILES, link_of, parse_link
 from choros.forecast.model import Failures, Setting, best, memory_of, predict, settings
 from choros.forecast.workload import Bucket, Workload, expected_maximum, workload_of
 from choros.observe.events import Kind

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from choros.launch.driver import job_record
-from choros.launch.driver.job_record import SERIES, JobRecord, RankRecord
+from choros.launch.driver.job_record import JobRecord, RankRecord
 from choros.launch.protocol.frames import Start
-from choros.observe.stragglers import RankProgress
+from choros.observe.stragglers import SERIES, RankProgress
 from launch.launched import rank_script, run
 
 

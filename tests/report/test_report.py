@@ -111,11 +111,11 @@ def test_a_clock_that_was_set_back():
 def test_waits_are_divided_by_the_steps_in_which_others_were_last():
     ranks = read(record_of(3)).ranks
     rows = waits(ranks)
-    assert [sum(row) for row in rows] == pytest.approx([rank.total("waiting") for rank in ranks])
+    assert [sum(row) for row in rows] == pytest.approx([rank.progress.waiting for rank in ranks])
     assert [row[place] for place, row in enumerate(rows)] == [0, 0, 0]
     assert rows[0][1] / rows[0][2] == pytest.approx(590 / 29)
-    equal = waits([replace(rank, prompt_steps=0) for rank in ranks])
-    assert equal[0] == pytest.approx([0, ranks[0].total("waiting") / 2, ranks[0].total("waiting") / 2])
+    equal = waits([replace(rank, progress=replace(rank.progress, prompt_steps=0)) for rank in ranks])
+    assert equal[0] == pytest.approx([0, ranks[0].progress.waiting / 2, ranks[0].progress.waiting / 2])
 
 
 def test_of_many_ranks_those_are_drawn_for_which_others_wait():

@@ -10,8 +10,8 @@ from choros.launch.plan.arguments import Arguments
 from choros.launch.run import pack
 from choros.spark import own_machine
 from choros.spark.host import _visible_to
-from choros.spark.plan import TaskPlace, machines_of
-from choros.spark.run import _named
+from choros.spark.plan import Machine, machines_of
+from choros.spark.run import arguments_of
 from choros.spark.store import Store
 from choros.transport.address import this_host
 
@@ -19,11 +19,11 @@ from choros.transport.address import this_host
 def test_arguments_of_choros_run_are_kept(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     own = {"mpi_args": "--tag-output", "network_interfaces": "lo", "commit_dir": "commits", "env": {"A": "b"}}
-    given, sentences = _named(None, 1, None, False, None, None, own)
-    assert (given["mpi_args"], given["network_interfaces"], given["env"]) == ("--tag-output", "lo", {"A": "b"})
-    assert given["commit_dir"] == os.path.join(tmp_path, "commits")  # the driver's, whatever directory executors have
-    given, _ = _named("--quiet", 2, ["eth1", "eth0"], False, None, None, own)
-    assert (given["mpi_args"], given["network_interfaces"], given["verbose"]) == ("--quiet", ["eth0", "eth1"], True)
+    given, sentences = arguments_of(2, **own)
+    assert (given.mpi_args, given.network_interfaces, given.env) == ("--tag-output", "lo", {"A": "b"})
+    assert given.commit_dir == os.path.join(tmp_path, "commits")  # the driver's, whatever directory executors have
+    given, _ = arguments_of(2, extra_mpi_args="--quiet", verbose=2, nics=["eth1", "eth0"], **own)
+    assert (given.mpi_args, given.network_interfaces, given.verbose) == ("--quiet", ["eth0", "eth1"], True)
     assert sentences == []
 
 
@@ -39,6 +39,6 @@ def test_a_store_is_a_directory_of_the_driver(monkeypatch, tmp_path):
 def test_ranks_see_the_gpus_of_their_machine_unless_the_user_says_which(env, seen, monkeypatch):
     monkeypatch.setattr(own_machine, "_own", None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES", "as of the executor"))
-    machines = machines_of([TaskPlace(this_host(), "10.0.0.1", "/tmp/x", (gpu,)) for gpu in "20"])
+    machines = machines_of([Machine(this_host(), "10.0.0.1", "/tmp/x", [int(gpu)], [[gpu]]) for gpu in "20"])
     own_machine.run_packed(pack(dict), _visible_to(Arguments(env=env), machines))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen

@@ -50,21 +50,14 @@ class Effort:
         return (units, 1) if self.many_runs else (1, units)
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A contender that was skipped; ``since``: from which case on, as text to append to its name, empty if in all."""
-
-    name: str
-    since: str
-    reason: str
-
-
 @final
 class RunResult(Generic[Case]):
-    """The trials of a run so far, of which each contender makes ``wanted`` a case, and those that were skipped."""
+    """The trials of a run so far, of which each contender makes ``wanted`` a case. ``skipped``: contenders that were
+    skipped, each with the case since when, as text to append to its name, empty if in all, and the reason.
+    """
 
     def __init__(self, wanted: int, show_progress: Callable[[str], None]) -> None:
-        self.skipped: list[Skipped] = []
+        self.skipped: list[tuple[str, str, str]] = []
         self._wanted = wanted
         self._show_progress = show_progress
         self._trials: dict[tuple[Case, str], list[Trial]] = {}
@@ -76,14 +69,14 @@ class RunResult(Generic[Case]):
 
     def has_skipped(self, name: str) -> bool:
         """Returns whether a contender was skipped, in a case at least."""
-        return any(each.name == name for each in self.skipped)
+        return any(each == name for each, _, _ in self.skipped)
 
     def attempt(self, name: str, since: str, act: Callable[[], object]) -> bool:
         """Returns whether a contender can ``act``; if not, it is skipped."""
         try:
             act()
         except ContenderFailed as failure:
-            self.skipped.append(Skipped(name, since, str(failure)))
+            self.skipped.append((name, since, str(failure)))
             return False
         return True
 

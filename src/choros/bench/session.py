@@ -18,7 +18,7 @@ from choros import durations
 from choros.bench.contender import CHOROS, Contender
 from choros.bench.plot import check_files
 from choros.bench.report import ReportRow, Table, show, write_json
-from choros.bench.run import Case, Effort, RunResult, Skipped, run_contenders
+from choros.bench.run import Case, Effort, RunResult, run_contenders
 from choros.bench.startup import CASES, run_starts
 from choros.launch.driver.machine import version_of
 from choros.launch.plan.cores import allowed_processors, usable_cores
@@ -85,7 +85,7 @@ class BenchSession:
         self.machine = machine()
         self._plot = plot
         self._json = json_file
-        self._skipped: dict[tuple[str, str], Skipped] = {}
+        self._skipped: dict[tuple[str, str], str] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> BenchSession:
@@ -112,8 +112,8 @@ class BenchSession:
 
     def _noted(self, result: RunResult[Case]) -> RunResult[Case]:
         """Returns ``result``, after recording its skipped contenders for the report."""
-        for skipped in result.skipped:
-            self._skipped.setdefault((skipped.name, skipped.reason), skipped)
+        for name, since, reason in result.skipped:
+            self._skipped.setdefault((name, reason), since)
         return result
 
     def report(self, tables: Sequence[Table], plot: Callable[[Path], None]) -> int:
@@ -121,8 +121,8 @@ class BenchSession:
         for table in tables:
             show(table)
             click.echo()
-        for each in self._skipped.values():
-            click.echo(f"skipped: {each.name}{each.since}: {each.reason}")
+        for (name, reason), since in self._skipped.items():
+            click.echo(f"skipped: {name}{since}: {reason}")
         if self.rounds < ENOUGH_ROUNDS:
             click.echo(f"--rounds {self.rounds}: too few for a comparison; use {ENOUGH_ROUNDS} or more.")
         click.echo(f"machine: {machine_text(self.machine)}")

@@ -20,7 +20,7 @@ from choros import __version__, durations
 from choros.doctor.facts import DirectoryFacts, MachineFacts, PackageFacts
 from choros.errors import ChorosError, ConfigError
 from choros.frameworks import FRAMEWORKS, choose_keras_backend, is_installed
-from choros.launch.driver.machine import count_accelerators, detect_mpirun, own_names
+from choros.launch.driver.machine import count_accelerators, detect_mpirun, own_names, printed
 from choros.launch.plan.cores import allowed_processors, processor_quota, usable_cores
 from choros.launch.plan.mpi_implementations import Mpirun
 from choros.launch.processes.directories import SHARED_MEMORY, temporary
@@ -68,7 +68,7 @@ def gather(directory: str, mpirun_path: str | None) -> MachineFacts:
 
 
 def _without_imports(directory: str, mpirun: Mpirun | None) -> MachineFacts:
-    gpus = tuple(_output(*_GPUS).splitlines())
+    gpus = tuple(printed(_GPUS, durations.DOCTOR_PROGRAM).splitlines())
     return MachineFacts(
         name=platform.node(),
         python=platform.python_version(),
@@ -118,17 +118,8 @@ def _survives(mpirun: Mpirun) -> bool:
     """Returns whether ranks can outlive others: this Open MPI has ULFM. Without ``ompi_info`` its version says so."""
     if not mpirun.implementation.surviving:
         return False
-    known = _output(str(Path(mpirun.path).with_name("ompi_info")))
+    known = printed([str(Path(mpirun.path).with_name("ompi_info"))], durations.DOCTOR_PROGRAM)
     return not known or "FT MPI support: yes" in known
-
-
-def _output(*argv: str) -> str:
-    """Returns what a program prints, nothing if it fails."""
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=durations.DOCTOR_PROGRAM, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
 
 
 def _start(code: str, environ: Mapping[str, str]) -> "subprocess.Popen[str] | PackageFacts":

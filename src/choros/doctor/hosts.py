@@ -14,8 +14,7 @@ from choros import durations
 from choros.doctor.checks import clock_ahead, compare
 from choros.doctor.facts import OK, PROBLEM, Finding, MachineFacts
 from choros.doctor.gather import working_directory
-from choros.doctor.host import MARK
-from choros.doctor.reach import Target, listening, unreached
+from choros.doctor.host import MARK, Target, listening, unreached
 from choros.errors import LaunchError
 from choros.launch.driver.preflight import ask_all, check_client, check_distinct, last_line, log_in_all, login
 from choros.launch.plan.job import Job, Ssh

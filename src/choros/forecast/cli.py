@@ -9,8 +9,7 @@ from choros.bench.plot import check_files
 from choros.bench.report import show, write_json
 from choros.errors import ConfigError
 from choros.forecast.costs import Machines
-from choros.forecast.fit import link_of
-from choros.forecast.links import PROFILES
+from choros.forecast.links import PROFILES, link_of
 from choros.forecast.model import Failures, memory_of, predict, settings
 from choros.forecast.report import Outlook, plot
 from choros.forecast.workload import workload_of

@@ -7,15 +7,17 @@
     int8             every rank sends a slice to every other, twice, also within a host: nothing is summed on the way
 
 The costs of the algorithms are those of Thakur, Rabenseifner and Gropp (2005), "Optimization of collective
-communication operations in MPICH", with α + n β for each message.
+communication operations in MPICH", with α + n β for each message of n bytes (Hockney 1994; LogP, Culler et al. 1993,
+has the same parts).
 """
 
 import math
 from dataclasses import dataclass, replace
 
 from choros.comm.primitives import CHUNK_BYTES
-from choros.forecast.links import Link
 
+#: Larger messages begin with a request and an answer: Open MPI's eager limit on TCP.
+_EAGER_BYTES = 64 << 10
 #: Below this, Open MPI doubles recursively; from the other on, choros sums in shared memory.
 _SMALL_BYTES, _WINDOW_BYTES = 8 << 10, 16 << 10
 #: What a rank needs to send one message more, besides its latency: LogP's overhead.
@@ -26,6 +28,24 @@ _SOCKET_BYTES = 512 << 10
 _MEETING = 1.2
 #: int8 sends a scale of 4 bytes for each 256 numbers.
 _INT8 = (1 + 4 / 256) / 4
+
+
+@dataclass(frozen=True)
+class Link:
+    """A full-duplex link of each host, or rank, to all others; ``name``: where its figures are from.
+
+    >>> link = Link("slow", latency_s=0.001, bytes_per_s=1e6)
+    >>> round(link.message(1000), 6), round(link.message(1_000_000), 6)
+    (0.002, 1.003)
+    """
+
+    name: str
+    latency_s: float
+    bytes_per_s: float
+
+    def message(self, nbytes: float) -> float:
+        """The seconds from the call to the arrival: a large message waits for the receiver's answer."""
+        return (3 if nbytes > _EAGER_BYTES else 1) * self.latency_s + nbytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from choros.forecast.costs import Machines, allreduce_s, control_s, factors_nbytes, memory_s, slices_s
-from choros.forecast.links import Link
+from choros.forecast.costs import Link, Machines, allreduce_s, control_s, factors_nbytes, memory_s, slices_s
 from choros.forecast.workload import Bucket, Workload
 
 #: Of a step's computation, where the timeline has no buckets that tell: a backward pass takes twice the forward pass.

@@ -51,11 +51,8 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
         return 0
     if not command:
         raise click.UsageError("no command given. Example: chorosrun -np 2 python train.py")
-    if given["config_file"] is not None:
-        given = with_config(given, read_config_file(Path(given["config_file"])))
-    check(given, lambda: "torch" in installed() or not runs_here(command, os.environ))
-    arguments = arguments_of(given)
-    for sentence in unused(given):
+    arguments, sentences = read_flags(given, lambda: "torch" in installed() or not runs_here(command, os.environ))
+    for sentence in sentences:
         _say(sentence)
     if given["dry_run"]:
         mpirun = detect_mpirun(arguments.mpirun)
@@ -133,6 +130,16 @@ def stacks(job: int | None) -> None:
     only one job of yours runs here. The ranks are not interrupted.
     """
     click.echo(answer_of(STACKS_OF, job, "choros stacks", durations.STACKS_COMMAND), nl=False)
+
+
+def read_flags(given: Mapping[str, Any], has_torch: Callable[[], bool]) -> tuple[Arguments, list[str]]:
+    """Returns the arguments that the options in ``given``, and the file that they name, set, and sentences about those
+    without an effect; a ``ConfigError`` for wrong ones.
+    """
+    if given["config_file"] is not None:
+        given = with_config(given, read_config_file(Path(given["config_file"])))
+    check(given, has_torch)
+    return arguments_of(given), unused(given)
 
 
 def arguments_of(given: Mapping[str, Any]) -> Arguments:

@@ -106,17 +106,24 @@ def _run(
         if value is not None:
             warnings.warn(f"{old} is deprecated, use {name} instead.", DeprecationWarning, stacklevel=3)
             given[name] = value
-    horovods = {name: given.pop(name) or None for name in ("disable_cache", "use_gloo", "use_mpi")}
-    check(horovods, lambda: "torch" in installed(), in_python=True)
     output_filename, executable = given.pop("output_filename"), given.pop("executable")
     if output_filename is not None:
         if given.get("output_dir") is not None:
             raise ConfigError("output_dir and output_filename are two names of one argument: give one of them.")
         given["output_dir"] = output_filename
-    given["env"] = {**variables(horovods), **(given.get("env") or {})}
-    arguments = Arguments(in_python=True, **{name: value for name, value in given.items() if value is not None})
-    sentences = [f"choros.run: {sentence}" for sentence in unused(horovods, in_python=True)]
+    arguments, sentences = arguments_in_python("choros.run", given)
     return run_call(partial(func, *args, **(kwargs or {})), arguments, sentences, executable)
+
+
+def arguments_in_python(caller: str, given: Mapping[str, Any]) -> tuple[Arguments, list[str]]:
+    """Returns the arguments of a job that a function is called with, of which ``None`` is not given, and what is to be
+    said of those without an effect.
+    """
+    horovods = {name: given.get(name) or None for name in ("disable_cache", "use_gloo", "use_mpi")}
+    check(horovods, lambda: "torch" in installed(), in_python=True)
+    own = {name: value for name, value in given.items() if value is not None and name not in horovods}
+    own["env"] = {**variables(horovods), **own.get("env", {})}
+    return Arguments(in_python=True, **own), [f"{caller}: {text}" for text in unused(horovods, in_python=True)]
 
 
 def run_call(

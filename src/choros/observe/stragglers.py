@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 
 #: What the seconds of steps are spent on; ``computing`` is what is left.
 PARTS = ("computing", "loading", "waiting", "exchanging", "committing", "recovering")
+#: The numbers of ``RankProgress`` that a job's record has over time; the others it has as they are last.
+SERIES = ("steps", "examples", "seconds", *PARTS[1:], "pausing", "memory")
 #: The number of places in a histogram of steps.
 BUCKETS = 64
 _FEWEST_STEPS = 20

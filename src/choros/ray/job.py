@@ -1,5 +1,6 @@
 """A job on ready actors: their machines in order, the actors of chorosrun's part, and what it ends with."""
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -10,15 +11,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from choros import durations
 from choros.errors import ChorosError, LaunchError
+from choros.launch.agents.agent import serve_host
+from choros.launch.agents.hub import Hub
 from choros.launch.agents.messages import HUB, HostSlots
-from choros.ray.launcher import HostAgent, JobLauncher
+from choros.launch.plan.arguments import Arguments
+from choros.launch.run import run_call
 from choros.ray.messages import ActorPlace
 from choros.ray.registry import ActorRegistry, ReadyActor
+from choros.settings import VARIABLES
+from choros.topology.clusters import ClusterHost
 from choros.transport.address import this_host
 from choros.transport.channel import connect
 from choros.transport.secret import Key
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
+_CLUSTER = "the Ray cluster"
+#: Ray sets it for an actor without CPUs; ranks have some.
+_THREADS = "OMP_NUM_THREADS"
 
 
 def slots_of(actors: Mapping[str, int], most: int) -> dict[str, int]:
@@ -56,6 +65,40 @@ def give_devices(actors: Sequence[ReadyActor], *, use_gpu: bool) -> None:
 
 
 @final
+class JobLauncher:
+    """The actor that is chorosrun's part on one machine: runs a job, with the key ``secret``, or its ranks on another
+    machine than the first. It holds no CPUs, and needs the main thread of its process, for signals.
+    """
+
+    def __init__(self, secret: str) -> None:
+        os.environ[VARIABLES["secret"].name] = secret
+        os.environ.pop(_THREADS, None)
+        self._hub: Hub | None = None
+
+    def listen(self, machines: int, slots: int) -> str:
+        """Waits for agents of the other ``machines`` from now on, with ``slots`` here; returns at which address."""
+        self._hub = Hub(ClusterHost(_CLUSTER, 0, machines, port=0), slots, os.environ)
+        return f"{ray.util.get_node_ip_address()}:{self._hub.port}"
+
+    def run(self, call: Callable[[], Any], given: Mapping[str, Any]) -> list[Any]:
+        """Runs ``call`` on the ranks of a job with these ``Arguments``; returns what they return."""
+        arguments = Arguments(in_python=True, **given)
+        if self._hub is None:
+            return run_call(call, arguments)
+        try:
+            self._hub.wait(arguments.processes, arguments.min_num_proc, durations.AGENTS, print)
+            return run_call(call, self._hub.named(arguments))
+        finally:
+            self._hub.close(0)
+
+    def serve(self, index: int, slots: int, address: str) -> int:
+        """Runs the ranks of machine ``index`` of a job, for its launcher at ``address``, until it ends."""
+        first, _, port = address.rpartition(":")
+        cluster = ClusterHost(_CLUSTER, index, None, first, port=int(port))
+        return serve_host(cluster, slots, durations.AGENTS, print)
+
+
+@final
 class RayJob:
     """A job that runs ``call`` on the actors of ``machines``, on ``most`` at most; others may come if it ``grows``."""
 
@@ -77,7 +120,7 @@ class RayJob:
         self._are_told = False
         # On this machine, this node: it is there as long as the executor, while another node of Ray's may be lost.
         node = ray.get_runtime_context().get_node_id() if first.machine == this_host() else first.node
-        self._launcher = _pinned(JobLauncher, node, secret)
+        self._launcher = _pinned(node, secret)
         self._agents: dict[str, tuple[Any, Any]] = {}
         self._address = ""
         slots = slots_of(self._slots, most)
@@ -125,7 +168,7 @@ class RayJob:
         return {actors[0].place.machine: actors[0].place for actors in machines}, _counts(machines)
 
     def _add_machine(self, place: ActorPlace, index: int, slots: int) -> None:
-        agent = _pinned(HostAgent, place.node, self._secret)
+        agent = _pinned(place.node, self._secret)
         served = agent.serve.remote(index, slots, self._address)
         self._agents[place.machine] = agent, served
 
@@ -172,6 +215,6 @@ def _counts(machines: Sequence[Sequence[ReadyActor]]) -> dict[str, int]:
     return {actors[0].place.machine: len(actors) for actors in machines}
 
 
-def _pinned(cls: type, node: str, secret: str) -> Any:
+def _pinned(node: str, secret: str) -> Any:
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(cls).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy).remote(secret)
+    return ray.remote(JobLauncher).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy).remote(secret)

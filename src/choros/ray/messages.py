@@ -45,7 +45,8 @@ class ActorPlace:
 @dataclass(frozen=True)
 class Take:
     """A rank's first message to the executor: it wants an actor on its ``machine``, the launcher's ``host``; not that
-    at ``lost``, which does not answer. The rank sends ``Seated`` when it has reached its actor.
+    at ``lost``, which does not answer. It is answered with a ``Seat``, or, as there has been no actor for it, with the
+    seconds for which it has waited. The rank sends its number to its actor, and then to the executor.
     """
 
     rank: int
@@ -63,13 +64,6 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class NoSeat:
-    """In place of a ``Seat``: there has been no actor for this rank for ``seconds``."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Vacancies:
     """To the ranks: how many actors have no rank, by the launcher's names of their hosts."""
 
@@ -77,31 +71,13 @@ class Vacancies:
 
 
 @dataclass(frozen=True)
-class Seated:
-    """A rank's first message to its actor, and its second one to the executor."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
-class Create:
-    """To a rank: make the object that calls get. It answers with bytes, the pickled value, or ``CallRaised``."""
-
-    packed: bytes
-
-
-@dataclass(frozen=True)
 class CallOnRank:
-    """To a rank: call this with its object. It answers as to ``Create``."""
+    """To a rank: call this with its object, or if it ``creates`` that, without. It answers with bytes, what the call
+    returns, pickled; or with the traceback, and ends.
+    """
 
     packed: bytes
-
-
-@dataclass(frozen=True)
-class CallRaised:
-    """From a rank, which ends now: the traceback."""
-
-    traceback: str
+    creates: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from choros.errors import LaunchError
 from choros.ray import discovery as hosts_of_ray
 from choros.ray.discovery import HostDiscovery, rooms, wanted
 from choros.ray.job import give_devices
-from choros.ray.placement import create_worker, no_room
 from choros.ray.registry import ActorRegistry, ReadyActor
-from choros.ray.worker import CONTROL
+from choros.ray.worker import CONTROL, create_worker, no_room
 
 _log = logging.getLogger("choros")
 #: The host of actors that Ray places.

@@ -18,20 +18,7 @@ from choros import durations
 from choros.errors import ConfigError, EngineError, LaunchError
 from choros.launch.bootstrap import ADVICE, UNPICKLABLE, unpack
 from choros.ray import ray_logger
-from choros.ray.messages import (
-    ACTOR,
-    END,
-    LEAVE,
-    REGISTRY,
-    CallOnRank,
-    CallRaised,
-    Create,
-    NoSeat,
-    Seat,
-    Seated,
-    Take,
-    Vacancies,
-)
+from choros.ray.messages import ACTOR, END, LEAVE, REGISTRY, Seat, Take, Vacancies
 from choros.settings import VARIABLES
 from choros.topology import detect
 from choros.transport.address import this_host
@@ -46,11 +33,10 @@ def serve_calls(address: str) -> None:
     tie, subject = ActorTie(address), None
     while (message := tie.next()) != END:
         try:
-            if isinstance(message, Create):
-                subject = _unpacked(message.packed)()
-                tie.answer(None)
-            elif isinstance(message, CallOnRank):
-                tie.answer(_unpacked(message.packed)(subject))
+            call = _unpacked(message.packed)
+            if message.creates:
+                subject = call()
+            tie.answer(None if message.creates else call(subject))
         except BaseException:
             tie.fail(traceback.format_exc())
             raise
@@ -100,7 +86,7 @@ class ActorTie:
     def fail(self, text: str) -> None:
         """Says that the call has raised, and that this process ends."""
         self.release()
-        self._actor.send(CallRaised(text))
+        self._actor.send(text)
 
     def release(self) -> None:
         """Unties this process, which ends in order."""
@@ -109,21 +95,21 @@ class ActorTie:
     def _take_actor(self, address: str) -> tuple[Channel, Channel]:
         """Returns the connections to the executor and to the actor that it gives this rank, once there is one."""
         slots = VARIABLES["slots"].read(os.environ).split(",")
-        host, lost, seated = slots[self._rank] if self._rank < len(slots) else "", "", Seated(self._rank)
+        host, lost = slots[self._rank] if self._rank < len(slots) else "", ""
         while True:
             executor = connect(address, self._key, "rank", REGISTRY, durations.RAY_CONNECT)
             try:
                 executor.send(Take(self._rank, this_host(), host, lost))
-                seat: Seat | NoSeat = executor.receive()
-                if isinstance(seat, NoSeat):
+                seat: Seat | float = executor.receive()
+                if not isinstance(seat, Seat):
                     raise LaunchError(
-                        f"rank {self._rank} has waited {seat.seconds:g} s for a worker of Ray's on its machine, and "
+                        f"rank {self._rank} has waited {seat:g} s for a worker of Ray's on its machine, and "
                         "there was none: one has ended, and Ray had no room for another. Call start() again."
                     )
                 lost = seat.address
                 actor = connect(seat.address, self._key, "rank", ACTOR, durations.RAY_CONNECT_ACTOR)
-                actor.send(seated)
-                executor.send(seated)
+                actor.send(self._rank)
+                executor.send(self._rank)
             except (ChannelClosed, Unreachable):  # the actor has ended, and perhaps the executor does not know it yet
                 executor.close()
                 continue

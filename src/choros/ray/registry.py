@@ -4,7 +4,7 @@
 
     rank ──── Take: number, machine ───► registry: an actor there that has no rank
          ◄─── Seat: address, GPUs ──────     none: the rank waits until there is one, for a while
-         ──── Seated ───────────────────►    it has reached its actor
+         ──── number ───────────────────►    it has reached its actor
          ◄─── Vacancies ────────────────     so that rank 0 starts new ranks only for actors without one
          ──── Logged ───────────────────► the callbacks of ``run``
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from choros.errors import EngineError
-from choros.ray.messages import REGISTRY, ActorPlace, Logged, NoSeat, Seat, Take, Vacancies
+from choros.ray.messages import REGISTRY, ActorPlace, Logged, Seat, Take, Vacancies
 from choros.transport.address import LOOPBACK
 from choros.transport.channel import Channel, ChannelClosed, Listener
 from choros.transport.secret import Key
@@ -125,7 +125,7 @@ class ActorRegistry:
         actor = self._given(take, channel)
         if actor is None:
             with suppress(ChannelClosed):
-                channel.send(NoSeat(self._seconds))
+                channel.send(self._seconds)
             return
         self._ranks[channel] = take
         try:

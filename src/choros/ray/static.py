@@ -7,16 +7,17 @@ from functools import partial
 from typing import Any, final
 
 import ray
+from ray.util.placement_group import PlacementGroup, get_current_placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from choros import durations
 from choros.errors import LaunchError, WorkerFailed
 from choros.launch.run import pack
 from choros.ray.job import RayJob, in_order, number, raise_cause, wait_for_ranks
 from choros.ray.messages import RaySettings
-from choros.ray.placement import StaticPlacement, no_room
 from choros.ray.rank import serve_calls
 from choros.ray.registry import ActorRegistry, ReadyActor
-from choros.ray.worker import CONTROL
+from choros.ray.worker import CONTROL, create_placement_group, create_worker, no_room
 from choros.transport.address import this_host
 
 
@@ -25,18 +26,29 @@ class StaticAdapter:
     """What ``RayExecutor(num_workers=…)`` does, in its process or, for Ray's client, in an actor."""
 
     def __init__(
-        self, settings: RaySettings, worker: Mapping[str, float], env: Mapping[str, str], **where: Any
+        self,
+        settings: RaySettings,
+        worker: Mapping[str, float],
+        env: Mapping[str, str],
+        *,
+        num_workers: int | None,
+        num_hosts: int | None,
+        num_workers_per_host: int | None,
+        use_current_placement_group: bool,
     ) -> None:
-        self._settings, self._resources, self._env, self._where = settings, worker, env, where
-        self.strategy: StaticPlacement | None = None
+        self._settings, self._resources, self._env = settings, worker, env
+        self._per_host = num_workers_per_host or 1
+        self._hosts = None if num_workers else num_hosts
+        self._size = num_workers or (num_hosts or 0) * self._per_host
+        self._shares_group = use_current_placement_group
+        self._own_group: PlacementGroup | None = None
         self.workers: list[Any] = []
         self._registry: ActorRegistry | None = None
         self._job: RayJob | None = None
 
     def start(self, create: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
         """Starts actors and ranks; each makes an object by ``create``."""
-        self.strategy = StaticPlacement(self._settings.placement_group_timeout_s, self._resources, **self._where)
-        self.workers = handles = self.strategy.create_workers()
+        self.workers = handles = self._create_workers()
         secret, seconds = secrets.token_hex(32), self._settings.placement_group_timeout_s + self._settings.timeout_s
         try:
             places = ray.get([each.listen.remote(secret) for each in handles], timeout=seconds)
@@ -61,6 +73,23 @@ class StaticAdapter:
         if create is not None:
             packed = pack(create)
             self._get([each.create.remote(packed) for each in self.workers])
+
+    def _create_workers(self) -> list[Any]:
+        """Returns new actors, in the placement group in which this is called, or in one of their own."""
+        group = get_current_placement_group() if self._shares_group else None
+        per_bundle = self._per_host if self._hosts else 1
+        if group is None:
+            bundle = {name: value * per_bundle for name, value in self._resources.items()}
+            spread, timeout = "STRICT_SPREAD" if self._hosts else "PACK", self._settings.placement_group_timeout_s
+            self._own_group, _ = create_placement_group(bundle, self._hosts or self._size, timeout, spread)
+        strategies = (
+            PlacementGroupSchedulingStrategy(group or self._own_group, -1 if group else index // per_bundle)
+            for index in range(self._size)
+        )
+        return [
+            create_worker(self._resources, index, self._size, scheduling_strategy=each)
+            for index, each in enumerate(strategies)
+        ]
 
     def run_remote(self, function: Callable[[Any], Any]) -> list[Any]:
         """Returns references to what the ranks return."""
@@ -93,9 +122,10 @@ class StaticAdapter:
         if self._registry is not None:
             self._registry.close()
             self._registry = None
-        if self.strategy is not None:
+        group, self._own_group = self._own_group, None
+        if group is not None:
             with suppress(Exception):
-                self.strategy.shutdown()
+                remove_placement_group(group)
 
     def _started(self) -> list[Any]:
         if self._job is None or self._job.has_ended():

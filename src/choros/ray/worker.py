@@ -1,17 +1,19 @@
-"""The actors of ranks: each holds the resources of one rank, and passes calls on to it."""
+"""The actors of ranks: each holds the resources of one rank, and passes calls on to it; and how Ray places them."""
 
 import os
 import pickle
 import socket
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from choros import durations
 from choros.errors import LaunchError, WorkerFailed
-from choros.ray.messages import ACTOR, END, LEAVE, ActorPlace, CallOnRank, CallRaised, Create, Seated
+from choros.ray.messages import ACTOR, END, LEAVE, ActorPlace, CallOnRank
 from choros.transport.address import LOOPBACK, this_host
 from choros.transport.channel import Channel, ChannelClosed, Listener
 from choros.transport.secret import Key
@@ -25,7 +27,7 @@ class RayWorker:
 
     def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
         self._changed = threading.Condition()
-        self._rank: tuple[Channel, Seated] | None = None
+        self._rank: tuple[Channel, int] | None = None
         self._calling = threading.Lock()
         os.environ["HOROVOD_HOSTNAME"] = self.hostname()
         os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"] = str(world_rank), str(world_size)
@@ -59,7 +61,7 @@ class RayWorker:
 
     def create(self, packed: bytes) -> None:
         """Makes the object that calls get."""
-        self._exchange(Create(packed))
+        self._exchange(CallOnRank(packed, creates=True))
 
     def execute(self, packed: bytes) -> Any:
         """Returns what the rank's call returns; ``WorkerFailed`` if it raises, or the rank ends."""
@@ -77,11 +79,10 @@ class RayWorker:
         """Does not return: the executor, which waits for it, learns of the end of this actor."""
         threading.Event().wait()
 
-    def _serve(self, channel: Channel, first: Any) -> None:
-        if isinstance(first, Seated):
-            with self._changed:
-                self._rank = channel, first
-                self._changed.notify_all()
+    def _serve(self, channel: Channel, rank: int) -> None:
+        with self._changed:
+            self._rank = channel, rank
+            self._changed.notify_all()
 
     def _tell(self, message: Any) -> None:
         found = self._connected()
@@ -89,7 +90,7 @@ class RayWorker:
             with suppress(ChannelClosed):  # the rank has ended
                 found[0].send(message)
 
-    def _connected(self) -> tuple[Channel, Seated] | None:
+    def _connected(self) -> tuple[Channel, int] | None:
         """Returns the rank of this actor, for which it waits a while: it has been sent here."""
         with self._changed:
             self._changed.wait_for(lambda: self._rank is not None, durations.RAY_CONNECT)
@@ -106,12 +107,45 @@ class RayWorker:
                 answer = channel.receive()
             except ChannelClosed as error:
                 raise _failed(rank, "has ended before its call returned", "") from error
-        if isinstance(answer, CallRaised):
-            raise _failed(rank, f"has raised an exception:\n{answer.traceback}", answer.traceback)
+        if isinstance(answer, str):
+            raise _failed(rank, f"has raised an exception:\n{answer}", answer)
         returned: bytes = answer
         return returned
 
 
-def _failed(rank: Seated, what: str, text: str) -> WorkerFailed:
+def _failed(rank: int, what: str, text: str) -> WorkerFailed:
     host = socket.gethostname()
-    return WorkerFailed(f"rank {rank.rank} on {host} {what}", rank=rank.rank, host=host, exit_code=1, traceback=text)
+    return WorkerFailed(f"rank {rank} on {host} {what}", rank=rank, host=host, exit_code=1, traceback=text)
+
+
+def create_placement_group(
+    resources_per_bundle: Mapping[str, float], num_bundles: int, pg_timeout: float, pg_strategy: str
+) -> tuple[PlacementGroup, list[dict[str, float]]]:
+    """Returns a new placement group and its bundles; ``TimeoutError``: the cluster has no room for it in time."""
+    bundles = [{name: value for name, value in resources_per_bundle.items() if value} for _ in range(num_bundles)]
+    group = placement_group(bundles, strategy=pg_strategy)
+    try:
+        ready, _ = ray.wait([group.ready()], timeout=pg_timeout)
+        if not ready:
+            raise no_room(f"{bundles} ({pg_strategy})", pg_timeout)
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return group, bundles
+
+
+def no_room(what: str, seconds: float) -> TimeoutError:
+    """Returns the error that says that Ray has not had the resources for ``what``."""
+    return TimeoutError(
+        f"Ray had no room for {what} within {seconds:g} s; free are {ray.available_resources()}. Use fewer workers, "
+        "wait until others have ended, or give create_settings a larger placement_group_timeout_s."
+    )
+
+
+def create_worker(worker: Mapping[str, float], *args: Any, **options: Any) -> Any:
+    """Returns a new actor that holds the resources of a worker, with further options of Ray's."""
+    groups = {CONTROL: 3}  # not max_concurrency, with which Ray does not keep the order of calls
+    kind = ray.remote(
+        num_cpus=worker["CPU"], num_gpus=worker["GPU"], concurrency_groups=groups, max_restarts=0, **options
+    )
+    return kind(RayWorker).remote(*args)

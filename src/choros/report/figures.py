@@ -58,7 +58,7 @@ def figures_of(record: WrittenRecord) -> list[Figure]:
 
 def shown_ranks(record: WrittenRecord) -> list[Rank]:
     """The ranks that are drawn, by number."""
-    most = sorted(record.ranks, key=lambda each: -each.prompt_steps)[:_MOST_RANKS]
+    most = sorted(record.ranks, key=lambda each: -each.progress.prompt_steps)[:_MOST_RANKS]
     return sorted(most, key=lambda each: each.number)
 
 
@@ -77,12 +77,12 @@ def _goodput(record: WrittenRecord) -> Figure:
 
 def _shares(ranks: Sequence[Rank]) -> Figure:
     title = "A step of each rank"
-    members = [rank for rank in ranks if rank.total("seconds") > 0]
+    members = [rank for rank in ranks if rank.progress.seconds > 0]
     if not members:
         return Figure(title, "", "No rank has made a step.")
     parts = []
     for name, colour, text in PARTS:
-        shares = [rank.total(name) / rank.total("seconds") for rank in members]
+        shares = [getattr(rank.progress, name) / rank.progress.seconds for rank in members]
         if max(shares) >= 0.005:
             parts.append((colour, text, shares))
     means = ", ".join(f"{text} {percent_text(sum(shares) / len(shares))}" for _, text, shares in parts)
@@ -153,7 +153,7 @@ def _places(number: int) -> list[int]:
 
 def _waits(ranks: Sequence[Rank], of: Sequence[Rank]) -> Figure:
     title = "Who waits for whom"
-    if len(of) < 2 or not any(rank.total("waiting") for rank in of):
+    if len(of) < 2 or not any(rank.progress.waiting for rank in of):
         return Figure(title, "", "No rank has waited for another one.")
     rows = waits(ranks)
     seconds, waiting, awaited = max(
@@ -170,18 +170,20 @@ def _waits(ranks: Sequence[Rank], of: Sequence[Rank]) -> Figure:
 
 def waits(ranks: Sequence[Rank]) -> list[list[float]]:
     """Seconds that ranks waited for each, estimated by the steps in which it was among the last; else equal parts."""
-    prompt = [rank.prompt_steps or 1e-9 for rank in ranks]
+    prompt = [rank.progress.prompt_steps or 1e-9 for rank in ranks]
     rows = []
     for i, rank in enumerate(ranks):
         others = [0.0 if i == j else steps for j, steps in enumerate(prompt)]
-        of_a_step = rank.total("waiting") / sum(others)
+        of_a_step = rank.progress.waiting / sum(others)
         rows.append([of_a_step * steps for steps in others])
     return rows
 
 
 def _histogram(ranks: Sequence[Rank]) -> Figure:
     title = "How long steps took"
-    counts = [sum(each) for each in zip(*(rank.histogram for rank in ranks if rank.histogram), strict=True)]
+    counts = [
+        sum(each) for each in zip(*(rank.progress.histogram for rank in ranks if rank.progress.histogram), strict=True)
+    ]
     if not any(counts):
         return Figure(title, "", "No rank has made a step.")
     first = next(place for place, count in enumerate(counts) if count)

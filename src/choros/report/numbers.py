@@ -51,7 +51,7 @@ def collectives_of(record: WrittenRecord) -> list[tuple[str, int, int]]:
     """The collectives of all ranks: names, how many there were, and their bytes; those with most bytes first."""
     total: dict[str, tuple[int, int]] = {}
     for rank in record.ranks:
-        for name, (calls, sent) in rank.collectives.items():
+        for name, (calls, sent) in rank.progress.collectives.items():
             before = total.get(name, (0, 0))
             total[name] = (before[0] + calls, before[1] + sent)
     return sorted(((name, *each) for name, each in total.items()), key=lambda each: (-each[2], each[0]))

@@ -9,59 +9,44 @@ from pathlib import Path
 from typing import Any
 
 from choros.errors import ConfigError
-from choros.observe.stragglers import PARTS, RankProgress
+from choros.observe.stragglers import SERIES, RankProgress
 from choros.observe.verdict import Goodput
 
-#: The formats of records that can be read.
+#: The format of records that can be read.
 _FORMAT = 1
-#: What the seconds of a step are spent on, after ``computing``, which is what is left.
-SPENT = PARTS[1:]
 _GOODPUT = tuple(each.name for each in fields(Goodput))
-_SERIES = ("steps", "examples", "seconds", "memory", *SPENT)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank had done at ``times``, in seconds since the job began: ``series`` has a list for each number."""
+    """What a rank had done at ``times``, in seconds since the job began: ``series`` has a list for each number;
+    ``progress``: in all.
+    """
 
     number: int
     host: str
     pid: int
     times: Sequence[float]
     series: Mapping[str, Sequence[float]]
-    prompt_steps: int
-    histogram: Sequence[int]
-    collectives: Mapping[str, tuple[int, int]]
-    last: str
+    progress: RankProgress
 
     @classmethod
     def of(cls, number: str, found: Mapping[str, Any], began: float) -> Rank:
         """That of a record's entry."""
         times = [float(each) - began for each in found["times"]]
-        series = {name: [float(each) for each in found[name]] for name in _SERIES}
+        series = {name: [float(each) for each in found[name]] for name in SERIES}
         if any(len(each) != len(times) for each in series.values()):
             raise ValueError(f"rank {number} has lists of different lengths")
-        return cls(
-            number=int(number),
-            host=str(found["host"]),
-            pid=int(found["pid"]),
-            times=times,
-            series=series,
+        last: dict[str, Any] = {name: values[-1] for name, values in series.items() if values}
+        progress = RankProgress(
+            int(number),
+            **last,
             prompt_steps=int(found["prompt_steps"]),
             histogram=[int(each) for each in found["histogram"]],
             collectives={name: (int(calls), int(sent)) for name, (calls, sent) in found["collectives"].items()},
             last=str(found["last"]),
         )
-
-    @property
-    def progress(self) -> RankProgress:
-        """What it has done in all, as far as the ``series`` say."""
-        last: dict[str, Any] = {name: values[-1] for name, values in self.series.items() if values}
-        return RankProgress(self.number, **last)
-
-    def total(self, name: str) -> float:
-        """What it has done in all: ``steps``, say, or seconds of ``computing``."""
-        return float(getattr(self.progress, name))
+        return cls(int(number), str(found["host"]), int(found["pid"]), times, series, progress)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@
 ranks import this package, too.
 """
 
-from choros.spark.distributor import Distributor
 from choros.spark.own_machine import get_available_devices
 from choros.spark.rows import ParquetRows, write_parquet
-from choros.spark.run import run, run_elastic
+from choros.spark.run import Distributor, run, run_elastic
 
 __all__ = ["Distributor", "ParquetRows", "get_available_devices", "run", "run_elastic", "write_parquet"]

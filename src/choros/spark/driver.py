@@ -20,8 +20,7 @@ import cloudpickle
 
 from choros import durations
 from choros.errors import ConfigError, LaunchError
-from choros.spark.messages import ALL_PRINTED, DRIVER, STARTED, SUPERSEDED, Printed, Returned
-from choros.spark.plan import SparkJob
+from choros.spark.plan import ALL_PRINTED, DRIVER, STARTED, SUPERSEDED, Printed, Returned, SparkJob
 from choros.spark.task import run_task
 from choros.transport.address import LOOPBACK
 from choros.transport.channel import Channel, ChannelClosed, Listener

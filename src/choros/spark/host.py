@@ -25,9 +25,8 @@ from choros.launch.plan.arguments import Arguments
 from choros.launch.processes.process_tree import CHILD_SUBREAPER, end_children, set_option
 from choros.launch.run import run_call
 from choros.settings import VARIABLES
-from choros.spark.messages import ALL_PRINTED, DRIVER, STARTED, SUPERSEDED, Listening, Printed, Returned
 from choros.spark.own_machine import VISIBLE, run_packed
-from choros.spark.plan import HostTask, Machine
+from choros.spark.plan import ALL_PRINTED, DRIVER, STARTED, SUPERSEDED, Machine, Printed, Returned, SparkJob
 from choros.topology.clusters import ClusterHost
 from choros.transport.channel import Channel, ChannelClosed, connect
 from choros.transport.secret import job_key
@@ -37,24 +36,23 @@ _AT_ONCE = 1 << 12
 
 
 def main() -> None:
-    """Does the task that comes on standard input."""
+    """Does what comes on standard input: a job, its machines, which of them this is, and the port of its hub."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the pipe is for messages only
-    task: HostTask = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the process that started this one)
+    job, machines, index, port = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the process that started this one)
     set_option(CHILD_SUBREAPER, 1)
-    scratch = task.machines[task.index].directory
+    scratch = machines[index].directory
     threading.Thread(target=_end_with_input, args=(scratch,), daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: _end(scratch))
-    os.environ[VARIABLES["secret"].name] = task.job.secret
+    os.environ[VARIABLES["secret"].name] = job.secret
     os.mkdir(scratch, 0o700)
     try:
-        if task.index == 0:
-            message = _run(task, partial(_answer, answers), partial(_end, scratch))
+        if index == 0:
+            message = _run(job, machines, partial(_answer, answers), partial(_end, scratch))
         else:
             message = Returned(b"")
-            first, slots = task.machines[0].address, len(task.machines[task.index].tasks)
-            cluster = ClusterHost(_NAME, task.index, len(task.machines), first, port=task.port)
-            serve_host(cluster, slots, task.job.start, _show)
+            cluster = ClusterHost(_NAME, index, len(machines), machines[0].address, port=port)
+            serve_host(cluster, len(machines[index].tasks), job.start, _show)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _answer(answers, message)
@@ -82,20 +80,21 @@ def _show(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def _run(task: HostTask, answer: Callable[[Listening], None], end: Callable[[], NoReturn]) -> Returned:
-    """Runs the job, whose results or failure the driver gets through the task."""
-    job = task.job
+def _run(
+    job: SparkJob, machines: tuple[Machine, ...], answer: Callable[[int], None], end: Callable[[], NoReturn]
+) -> Returned:
+    """Runs the job, whose results or failure the driver gets through the task; ``answer`` tells that the hub's port."""
     try:
         driver = connect(job.driver, job_key(os.environ, [job.driver]), "task 0", DRIVER, durations.CONNECT)
         driver.send(STARTED)
         driver.receive()
         finish = _follow(driver, end)
         with ExitStack() as stack:
-            arguments = _with_hosts(task, answer, stack)
+            arguments = _with_hosts(job, machines, answer, stack)
             stack.enter_context(redirect_stdout(_DriverStream(driver, error=False)))
             stack.enter_context(redirect_stderr(_DriverStream(driver, error=True)))
             try:
-                call = partial(run_packed, job.call, _visible_to(arguments, task.machines))
+                call = partial(run_packed, job.call, _visible_to(arguments, machines))
                 results = run_call(call, arguments, job.sentences, job.executable)
             finally:
                 finish()
@@ -111,17 +110,18 @@ def _visible_to(arguments: Arguments, machines: tuple[Machine, ...]) -> tuple[Ma
     return tuple(replace(each, devices=()) for each in machines) if VISIBLE in arguments.env else machines
 
 
-def _with_hosts(task: HostTask, answer: Callable[[Listening], None], stack: ExitStack) -> Arguments:
+def _with_hosts(
+    job: SparkJob, machines: tuple[Machine, ...], answer: Callable[[int], None], stack: ExitStack
+) -> Arguments:
     """Returns the job's arguments with its machines, which are there then; of one machine, mpirun needs no names."""
-    machines, arguments = task.machines, task.job.arguments
     if len(machines) == 1:
-        answer(Listening(0))
-        return arguments
+        answer(0)
+        return job.arguments
     hub = Hub(ClusterHost(_NAME, 0, len(machines), port=0), len(machines[0].tasks), os.environ)
     stack.callback(hub.close, 0)
-    answer(Listening(hub.port))
-    hub.wait(None, None, task.job.start, _show)
-    return hub.named(arguments)
+    answer(hub.port)
+    hub.wait(None, None, job.start, _show)
+    return hub.named(job.arguments)
 
 
 def _follow(driver: Channel, end: Callable[[], NoReturn]) -> Callable[[], None]:

@@ -15,7 +15,6 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -24,10 +23,9 @@ import cloudpickle
 
 from choros.errors import ConfigError
 from choros.parallel.structure import leaves
-from choros.spark.parameters import COMMON, FitPlan, RowsEstimator, with_parameters
+from choros.spark.parameters import COMMON, EstimatorModel, FitPlan, Predict, RowsEstimator, with_parameters
 from choros.spark.rows import ParquetRows
 from choros.spark.store import local_path
-from choros.spark.transform import EstimatorModel, Predict
 
 __all__ = ["KerasEstimator", "KerasModel"]
 
@@ -62,16 +60,14 @@ class KerasEstimator(RowsEstimator):
             optimizer = keras.optimizers.serialize(keras.optimizers.get(optimizer))
         batch = self.value("batch_size") * plan.size
         terms = {name: self.value(name) for name in ("loss", "loss_weights", "metrics")}
-        task = KerasTask(
-            saved(model),
-            keras.config.floatx(),
-            {**_classes_of(terms), **objects},
-            optimizer,
-            cloudpickle.dumps((terms, self.value("callbacks"), self.value("checkpoint_callback"))),
-            plan,
-            rows,
-            held_out,
-            {
+        given = {
+            "model": saved(model),
+            "floatx": keras.config.floatx(),
+            "objects": {**_classes_of(terms), **objects},
+            "optimizer": optimizer,
+            "pickled": cloudpickle.dumps((terms, self.value("callbacks"), self.value("checkpoint_callback"))),
+            "seed": self.value("random_seed"),
+            "fit": {
                 "batch_size": batch,
                 "validation_batch_size": (self.value("val_batch_size") or self.value("batch_size")) * plan.size,
                 "epochs": self.value("epochs"),
@@ -80,12 +76,13 @@ class KerasEstimator(RowsEstimator):
                 "shuffle": self.value("shuffle"),
                 "verbose": self.value("verbose"),
             },
-            self.value("random_seed"),
-        )
+        }
         env = {**plan.env, "KERAS_BACKEND": keras.backend.backend()}
         commits = plan.store.commits(plan.run_id)
-        weights, history, widths = plan.backend.run(train, (task,), env=env, commit_dir=commits)[0]
-        trained = loaded(task.model, objects)
+        weights, history, widths = plan.backend.run(train, (plan, rows, held_out), given, env=env, commit_dir=commits)[
+            0
+        ]
+        trained = loaded(given["model"], objects)
         trained.set_weights(weights)
         return KerasModel(
             model=trained,
@@ -104,56 +101,53 @@ def _classes_of(terms: Any) -> dict[str, type]:
     return {kind.__name__: kind for kind in kinds if not kind.__module__.startswith("keras.")}
 
 
-@dataclass(frozen=True)
-class KerasTask:
-    """What each rank of a ``KerasEstimator`` does; ``fit`` has its arguments. ``pickled`` are those of ``compile``, the
-    callbacks and the checkpoint's, which Keras unpickles only where it knows ``objects``.
+def train(
+    plan: FitPlan,
+    rows: ParquetRows,
+    held_out: ParquetRows | None,
+    *,
+    model: bytes,
+    floatx: str,
+    objects: Mapping[str, Any],
+    optimizer: Mapping[str, Any] | None,
+    pickled: bytes,
+    seed: int | None,
+    fit: Mapping[str, Any],
+) -> tuple[list[Any], dict[str, list[float]], tuple[int, ...]] | None:
+    """Trains on a rank; returns, from the first one, the weights, the history and how many values each output has.
+    ``fit`` has its arguments. ``pickled`` are those of ``compile``, the callbacks and the checkpoint's, which Keras
+    unpickles only where it knows ``objects``.
     """
-
-    model: bytes
-    floatx: str
-    objects: Mapping[str, Any]
-    optimizer: Mapping[str, Any] | None
-    pickled: bytes
-    plan: FitPlan
-    rows: ParquetRows
-    held_out: ParquetRows | None
-    fit: Mapping[str, Any]
-    seed: int | None
-
-
-def train(task: KerasTask) -> tuple[list[Any], dict[str, list[float]], tuple[int, ...]] | None:
-    """Trains on a rank; returns, from the first one, the weights, the history and how many values each output has."""
     import keras
 
     import choros.distribute as dist
     from choros.comm.context import rank
     from choros.keras.callbacks import LearningRateScheduleCallback
 
-    keras.config.set_floatx(task.floatx)
+    keras.config.set_floatx(floatx)
     strategy = dist.MultiWorkerMirroredStrategy()
-    if task.seed is not None:
-        keras.utils.set_random_seed(task.seed)
-    with keras.saving.custom_object_scope(dict(task.objects)):
-        terms, callbacks, checkpoint = cloudpickle.loads(task.pickled)
+    if seed is not None:
+        keras.utils.set_random_seed(seed)
+    with keras.saving.custom_object_scope(dict(objects)):
+        terms, callbacks, checkpoint = cloudpickle.loads(pickled)
     with strategy.scope():
-        model = loaded(task.model, task.objects, compile=task.optimizer is None)
-        if task.optimizer is not None:
-            model.compile(keras.optimizers.deserialize(dict(task.optimizer), task.objects), **terms)
-        rate = _scale_rate(model.optimizer, task.plan.size)
+        trained = loaded(model, objects, compile=optimizer is None)
+        if optimizer is not None:
+            trained.compile(keras.optimizers.deserialize(dict(optimizer), objects), **terms)
+        rate = _scale_rate(trained.optimizer, plan.size)
     for callback in callbacks:
         if isinstance(callback, LearningRateScheduleCallback) and rate is not None:
             callback.initial_lr = rate  # what was given was meant for one rank, as in Horovod's estimators
-    callbacks, checkpoint = _in_store(task.plan, callbacks, checkpoint)
-    x, y, weights = _data(task, model, task.rows)
-    held_out = None if task.held_out is None else _data(task, model, task.held_out)
-    history = model.fit(x, y, sample_weight=weights, validation_data=held_out, callbacks=callbacks, **task.fit)
+    callbacks, checkpoint = _in_store(plan, callbacks, checkpoint)
+    x, y, weights = _data(plan, trained, rows)
+    validation = None if held_out is None else _data(plan, trained, held_out)
+    history = trained.fit(x, y, sample_weight=weights, validation_data=validation, callbacks=callbacks, **fit)
     if rank() != 0:
         return None
     if checkpoint is not None:
-        model = keras.saving.load_model(checkpoint, task.objects, compile=False)
-    widths = tuple(math.prod(each or 1 for each in output.shape[1:]) for output in model.outputs)
-    return model.get_weights(), history.history, widths
+        trained = keras.saving.load_model(checkpoint, objects, compile=False)
+    widths = tuple(math.prod(each or 1 for each in output.shape[1:]) for output in trained.outputs)
+    return trained.get_weights(), history.history, widths
 
 
 def _scale_rate(optimizer: Any, size: int) -> float | None:
@@ -182,13 +176,13 @@ def _in_store(plan: FitPlan, callbacks: Sequence[Any], checkpoint: Any) -> tuple
     return [*callbacks, checkpoint], file
 
 
-def _data(task: KerasTask, model: Any, rows: ParquetRows) -> tuple[Any, Any, Any]:
+def _data(plan: FitPlan, model: Any, rows: ParquetRows) -> tuple[Any, Any, Any]:
     """Returns features, labels and weights as ``fit`` takes them, in the shapes of the model's inputs."""
     arrays = dict(zip(rows.columns, rows.arrays(), strict=True))
     shapes = [tuple(each.shape[1:]) for each in model.inputs]
-    x = [shaped(arrays[name], shape) for name, shape in zip(task.plan.features, shapes, strict=True)]
-    y = [arrays[name] for name in task.plan.labels]
-    return _one_or_all(x), _one_or_all(y), arrays[task.plan.weights] if task.plan.weights else None
+    x = [shaped(arrays[name], shape) for name, shape in zip(plan.features, shapes, strict=True)]
+    y = [arrays[name] for name in plan.labels]
+    return _one_or_all(x), _one_or_all(y), arrays[plan.weights] if plan.weights else None
 
 
 def _one_or_all(arrays: list[Any]) -> Any:

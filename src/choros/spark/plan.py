@@ -1,34 +1,52 @@
-"""Where the tasks of a barrier stage run, and what the program beside each machine's first task is to do. Pure."""
+"""A job on Spark: where the tasks of its barrier stage run, and what the driver, the tasks and the programs beside them
+send one another. Pure.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from choros.errors import ChorosError
 from choros.launch.plan.arguments import Arguments
+
+#: The name with which the driver proves that it has the key.
+DRIVER = "the Spark driver"
+#: To the driver, the first message: all tasks run. It is answered with ``None`` when an earlier attempt of the stage
+#: has ended, so that no two of them write commits.
+STARTED = "started"
+#: To the driver: all that ranks have printed has been sent. It is answered, too.
+ALL_PRINTED = "all printed"
+#: From the driver: another attempt of the stage has begun. The program ends its ranks, and then the connection.
+SUPERSEDED = "superseded"
 
 
 @dataclass(frozen=True)
-class TaskPlace:
-    """Where a task runs: its machine by its ``this_host``, the machine's address, a new directory for temporary files,
-    and the accelerators that Spark has given to the task.
-    """
+class Printed:
+    """To the driver: what ranks have written to their standard output, or to their standard error."""
 
-    host: str
-    address: str
-    directory: str
-    devices: Sequence[str] = ()
+    error: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Returned:
+    """To the task: the ranks' results, pickled by the program, which has what unpickles them, or why there are none."""
+
+    results: bytes = field(repr=False)
+    failure: ChorosError | None = None
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine with ``tasks``, by their numbers; the first of them starts the machine's ranks, the others hold their
-    slots. ``devices``: the accelerators of each task.
+    """A machine by its ``this_host``, its address, and a new directory for temporary files, with ``tasks``, by their
+    numbers; the first of them starts the machine's ranks, the others hold their slots. ``devices``: the accelerators
+    that Spark has given to each task.
     """
 
     host: str
     address: str
     directory: str
-    tasks: tuple[int, ...]
-    devices: tuple[tuple[str, ...], ...]
+    tasks: Sequence[int]
+    devices: Sequence[Sequence[str]]
 
     @property
     def visible(self) -> tuple[str, ...]:
@@ -36,22 +54,20 @@ class Machine:
         return tuple(dict.fromkeys(each for own in self.devices for each in own))
 
 
-def machines_of(places: Sequence[TaskPlace]) -> tuple[Machine, ...]:
-    """Returns the machines on which the tasks run, in the order of their first tasks: executors of one machine are one.
+def machines_of(tasks: Sequence[Machine]) -> tuple[Machine, ...]:
+    """Returns the machines of ``tasks``, each as one that has only this task: executors of one machine are one.
 
-    >>> a, b = TaskPlace("a", "10.0.0.1", "/tmp/x", ("0",)), TaskPlace("b", "10.0.0.2", "/tmp/y", ("0",))
-    >>> [(machine.host, machine.tasks, machine.visible) for machine in machines_of([a, b, a])]
-    [('a', (0, 2), ('0',)), ('b', (1,), ('0',))]
+    >>> a, b = Machine("a", "10.0.0.1", "/tmp/x", [0], [["0"]]), Machine("b", "10.0.0.2", "/tmp/y", [1], [["0"]])
+    >>> [(machine.host, machine.tasks, machine.visible) for machine in machines_of([a, b, replace(a, tasks=[2])])]
+    [('a', [0, 2], ('0',)), ('b', [1], ('0',))]
     """
-    tasks: dict[str, list[int]] = {}
-    for number, place in enumerate(places):
-        tasks.setdefault(place.host, []).append(number)
-    machines = []
-    for host, own in tasks.items():
-        first = places[own[0]]
-        devices = tuple(tuple(places[number].devices) for number in own)
-        machines.append(Machine(host, first.address, first.directory, tuple(own), devices))
-    return tuple(machines)
+    found: dict[str, Machine] = {}
+    for each in tasks:
+        own = found.setdefault(each.host, each)
+        if own is not each:
+            merged = replace(own, tasks=[*own.tasks, *each.tasks], devices=[*own.devices, *each.devices])
+            found[each.host] = merged
+    return tuple(found.values())
 
 
 @dataclass(frozen=True)
@@ -67,13 +83,3 @@ class SparkJob:
     start: float
     sentences: tuple[str, ...] = ()
     executable: str | None = None
-
-
-@dataclass(frozen=True)
-class HostTask:
-    """What the program beside the first task of machine ``index`` gets; ``port``: the hub's, on the other machines."""
-
-    job: SparkJob
-    machines: tuple[Machine, ...]
-    index: int
-    port: int

@@ -19,7 +19,7 @@ import fcntl
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -109,7 +109,8 @@ class ParquetRows:
         unknown = [name for name in chosen if name not in self.columns]
         if unknown:
             raise ConfigError(f"no column {', '.join(unknown)} was written; there are {', '.join(self.columns)}.")
-        files = _files(self.location)
+        system, files = _files(self.location)
+        # Its size tells a file from one that another write_parquet has put in its place.
         named = [self.location, *(f"{each.path} {each.size}" for each in files)]
         digest = hashlib.sha256("\n".join(named).encode()).hexdigest()[:16]
         folder = Path(scratch_directory() or _own_scratch()) / f"rows-{digest}"
@@ -118,10 +119,10 @@ class ParquetRows:
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             missing = {name: path for name, path in paths.items() if not path.exists()}
-            rows = sum(map(_count, files)) if missing else 0
+            rows = _count(system, files) if missing else 0
             for name, path in missing.items():
                 with unfinished(path) as own:
-                    _decode_column(files, name, rows, own)
+                    _decode_column(system, files, name, rows, own)
         return tuple(np.load(paths[name], mmap_mode="r") for name in chosen)
 
     def delete(self) -> None:
@@ -132,7 +133,7 @@ class ParquetRows:
         system.delete_dir(root)
 
     def __len__(self) -> int:
-        return sum(_count(file) for file in _files(self.location))
+        return _count(*_files(self.location))
 
 
 @cache
@@ -142,42 +143,32 @@ def _own_scratch() -> str:
     return directory.name
 
 
-@dataclass(frozen=True)
-class _File:
-    """A Parquet file; ``size`` tells it from one that another ``write_parquet`` has put in its place."""
-
-    path: str
-    size: int
-    open: Callable[[str], Any]
-
-
 def _for_pyarrow(location: str) -> str:
     return location.replace("s3a://", "s3://", 1)
 
 
-def _files(location: str) -> list[_File]:
-    """Returns the files below ``location``, in the order of the DataFrame's partitions."""
+def _files(location: str) -> tuple[Any, list[Any]]:
+    """Returns the file system of ``location`` and the files below it, in the order of the DataFrame's partitions."""
     from pyarrow import fs
 
     system, root = fs.FileSystem.from_uri(_for_pyarrow(location))
     found = [each for each in system.get_file_info(fs.FileSelector(root)) if each.path.endswith(".parquet")]
     if not found:
         raise ConfigError(f"{location} has no Parquet files: can this machine read what the executors have written?")
-    return [_File(each.path, each.size, system.open_input_file) for each in sorted(found, key=lambda each: each.path)]
+    return system, sorted(found, key=lambda each: each.path)
 
 
-def _count(file: _File) -> int:
+def _count(system: Any, files: Sequence[Any]) -> int:
     from pyarrow import parquet
 
-    with file.open(file.path) as opened:
-        return int(parquet.ParquetFile(opened).metadata.num_rows)
+    return sum(parquet.read_metadata(each.path, filesystem=system).num_rows for each in files)
 
 
-def _decode_column(files: Sequence[_File], name: str, rows: int, path: Path) -> None:
+def _decode_column(system: Any, files: Sequence[Any], name: str, rows: int, path: Path) -> None:
     """Writes a column as an array of all rows, a batch of rows at a time."""
     array: Any = None
     first = 0
-    for part in _parts(files, name):
+    for part in _parts(system, files, name):
         if array is None:
             array = np.lib.format.open_memmap(path, "w+", part.dtype, (rows, *part.shape[1:]))
         if part.shape[1:] != array.shape[1:]:
@@ -189,12 +180,12 @@ def _decode_column(files: Sequence[_File], name: str, rows: int, path: Path) -> 
     array.flush()
 
 
-def _parts(files: Sequence[_File], name: str) -> Iterator[np.ndarray[Any, Any]]:
+def _parts(system: Any, files: Sequence[Any], name: str) -> Iterator[np.ndarray[Any, Any]]:
     from pyarrow import parquet
 
     for file in files:
-        with file.open(file.path) as opened:
-            for batch in parquet.ParquetFile(opened).iter_batches(_ROWS, columns=[name]):
+        with parquet.ParquetFile(file.path, filesystem=system) as opened:
+            for batch in opened.iter_batches(_ROWS, columns=[name]):
                 yield _as_array(batch.column(0), name)
 
 

@@ -1,19 +1,21 @@
-"""``choros.spark.run``, ``run_elastic`` and ``SparkBackend``: a function on ranks that Spark places."""
+"""``choros.spark.run``, ``run_elastic``, ``SparkBackend``, and ``Distributor``, in the shape of pyspark's
+``TorchDistributor``: a function on ranks that Spark places.
+"""
 
 import os
+import runpy
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, final
 
 from choros.errors import ConfigError
-from choros.frameworks import installed
 from choros.launch.plan.arguments import Arguments
-from choros.launch.plan.horovod_flags import check, unused, variables
-from choros.launch.run import pack
+from choros.launch.run import arguments_in_python, pack
+from choros.launch.run import run as run_here
 from choros.spark.driver import active_context, run_job, show_in
-from choros.spark.messages import Printed
+from choros.spark.own_machine import VISIBLE
 from choros.spark.plan import SparkJob
 
 Returned = TypeVar("Returned")
@@ -80,9 +82,7 @@ def run(
         >>> choros.spark.run(train, (0.5,), num_proc=2)  # doctest: +SKIP
         [0.0, 0.5]
     """
-    own["env"] = env
-    named = _named(extra_mpi_args, verbose, nics, prefix_output_with_timestamp, use_mpi, use_gloo, own)
-    return _run(fn, args, kwargs, num_proc, start_timeout, partial(show_in, stdout, stderr), executable, *named)
+    return _run(**locals())
 
 
 def run_elastic(
@@ -135,28 +135,17 @@ def run_elastic(
     size = active_context().defaultParallelism if num_proc is None else num_proc
     least = min_num_proc if min_num_proc is not None else min_np
     most = max_num_proc if max_num_proc is not None else max_np
-    own |= {"env": env, "elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
+    own |= {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit, "max_num_proc": most}
     own["min_num_proc"] = size if least is None else least
-    own["max_num_proc"] = most
-    named = _named(None, verbose, nics, prefix_output_with_timestamp, None, None, own)
-    return _run(fn, args, kwargs, size, start_timeout, partial(show_in, stdout, stderr), None, *named)
+    shown: dict[str, Any] = {"verbose": verbose, "prefix_output_with_timestamp": prefix_output_with_timestamp}
+    return _run(fn, args, kwargs, size, start_timeout, stdout, stderr, own, env=env, nics=nics, **shown)
 
 
-@dataclass(frozen=True)
 class SparkBackend:
     """Runs ranks with ``choros.spark.run``, whose arguments these are, named as in Horovod."""
 
-    num_proc: int | None = None
-    env: Mapping[str, str] | None = None
-    start_timeout: float | None = None
-    use_mpi: bool | None = None
-    use_gloo: bool | None = None
-    extra_mpi_args: str | None = None
-    stdout: TextIO | None = None
-    stderr: TextIO | None = None
-    verbose: int = 1
-    nics: str | Sequence[str] | None = None
-    prefix_output_with_timestamp: bool = False
+    def __init__(self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        self.num_proc, self.env, self._given = num_proc, env, kwargs
 
     def num_processes(self) -> int:
         """Returns the number of ranks."""
@@ -171,36 +160,30 @@ class SparkBackend:
         **own: Any,
     ) -> list[Any]:
         """Returns what ``fn`` returns on the ranks; ``own``: further arguments of ``choros.spark.run``."""
-        given = {**vars(self), "env": {**(self.env or {}), **(env or {})}, "num_proc": self.num_processes()}
-        return run(fn, args, kwargs, **given, **own)
+        env = {**(self.env or {}), **(env or {})}
+        return run(fn, args, kwargs, self.num_processes(), env=env, **self._given, **own)
 
 
-def _named(
-    extra_mpi_args: str | None,
-    verbose: int,
-    nics: str | Iterable[str] | None,
-    prefix_output_with_timestamp: bool,
-    use_mpi: bool | None,
-    use_gloo: bool | None,
-    own: Mapping[str, Any],
-) -> tuple[dict[str, Any], list[str]]:
-    """Returns the arguments of ``choros.run`` that these are, and what is to be said of those without an effect."""
-    horovods = {"use_mpi": use_mpi or None, "use_gloo": use_gloo or None}
-    check(horovods, lambda: "torch" in installed(), in_python=True)
-    given = {
-        **own,
-        "verbose": verbose > 1,
-        "prefix_output_with_timestamp": prefix_output_with_timestamp,
-        "env": {**variables(horovods), **(own.get("env") or {})},
-    }
+def arguments_of(
+    size: int,
+    *,
+    verbose: int = 1,
+    nics: str | Iterable[str] | None = None,
+    extra_mpi_args: str | None = None,
+    **given: Any,
+) -> tuple[Arguments, list[str]]:
+    """Returns the arguments of a job that these are, and what is to be said of those without an effect."""
+    given |= {"num_proc": size, "verbose": verbose > 1}
     if extra_mpi_args is not None:
         given["mpi_args"] = extra_mpi_args
     if nics is not None:
         given["network_interfaces"] = nics if isinstance(nics, str) else sorted(nics)
     if given.get("commit_dir") is not None:  # a path of all machines
         given["commit_dir"] = os.path.abspath(given["commit_dir"])
-    sentences = [f"choros.spark: {sentence}" for sentence in unused(horovods, in_python=True)]
-    return {name: value for name, value in given.items() if value is not None}, sentences
+    try:
+        return arguments_in_python("choros.spark", given)
+    except TypeError as error:
+        raise TypeError(f"choros.spark.run(): {error}") from None
 
 
 def _run(
@@ -209,19 +192,64 @@ def _run(
     kwargs: Mapping[str, Any] | None,
     num_proc: int | None,
     start_timeout: float | None,
-    show: Callable[[Printed], None],
-    executable: str | None,
-    given: Mapping[str, Any],
-    sentences: Sequence[str],
+    stdout: TextIO | None,
+    stderr: TextIO | None,
+    own: Mapping[str, Any],
+    executable: str | None = None,
+    **given: Any,
 ) -> list[Any]:
     if not callable(fn):
         raise ConfigError(f"choros.spark.run({fn!r}): expected a function.")
     size = active_context().defaultParallelism if num_proc is None else num_proc
     start = start_timeout or float(os.environ.get(_START_VARIABLE) or _START)
-    try:
-        arguments = Arguments(in_python=True, num_proc=size, **given)
-    except TypeError as error:
-        raise TypeError(f"choros.spark.run(): {error}") from None
+    arguments, sentences = arguments_of(size, **given, **own)
     call = pack(partial(fn, *args, **(kwargs or {})))
     job = SparkJob(arguments, call, "", secrets.token_hex(32), start, tuple(sentences), executable)
-    return run_job(job, size, show)
+    return run_job(job, size, partial(show_in, stdout, stderr))
+
+
+@final
+class Distributor:
+    """Runs a function or a file on ``num_processes`` ranks, as pyspark's ``TorchDistributor`` does, on any framework.
+
+    Args:
+        num_processes: Number of ranks.
+        local_mode: Whether they run on the driver's machine, as processes of its own; else in Spark's executors.
+        use_gpu: Whether the ranks may use GPUs; else they see none.
+        arguments: Further arguments of ``choros.spark.run``, or with ``local_mode`` of ``choros.run``.
+
+    Example:
+        >>> import choros.spark
+        >>> distributor = choros.spark.Distributor(num_processes=4, local_mode=False, use_gpu=False)
+        >>> distributor.run("train.py", "--epochs", "3")  # doctest: +SKIP
+    """
+
+    def __init__(self, num_processes: int = 1, local_mode: bool = True, use_gpu: bool = True, **arguments: Any) -> None:
+        if num_processes < 1:
+            raise ConfigError(f"num_processes={num_processes}: expected 1 or more.")
+        self.num_processes, self.local_mode, self.use_gpu = num_processes, local_mode, use_gpu
+        self._arguments = arguments
+
+    def run(self, train_object: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
+        """Runs ``train_object(*args, **kwargs)`` on each rank, and returns what rank 0 returns; or the Python file of
+        this name, which each machine must have, with ``args`` as its arguments, and returns ``None``.
+        """
+        function: Callable[..., Any] = run_file if isinstance(train_object, str) else train_object
+        given = (train_object, *map(str, args)) if isinstance(train_object, str) else args
+        own = dict(self._arguments)
+        if not self.use_gpu:
+            own["env"] = {**own.get("env", {}), VISIBLE: ""}
+        start = run_here if self.local_mode else run
+        results: list[Any] = start(function, given, kwargs, num_proc=self.num_processes, **own)
+        return results[0]
+
+
+def run_file(file: str, *args: str) -> None:
+    """Runs a Python file as the main program with these arguments; an exit with 0 is its end."""
+    sys.argv[:] = [file, *args]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
+    try:
+        runpy.run_path(file, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from choros.errors import LaunchError
-from choros.spark.messages import Listening, Returned
-from choros.spark.plan import HostTask, Machine, SparkJob, TaskPlace, machines_of
+from choros.spark.plan import Machine, Returned, SparkJob, machines_of
 from choros.transport.address import this_host
 
 if TYPE_CHECKING:
@@ -44,34 +43,33 @@ def run_task(job: SparkJob, _: Iterable[Any]) -> Iterator[Returned]:
 
     context = BarrierTaskContext.get()
     number = context.partitionId()
-    own = json.dumps(asdict(_own_place(context, number)))
-    places = [TaskPlace(**json.loads(text)) for text in context.allGather(own)]
-    machines = machines_of(places)
+    own = json.dumps(asdict(_own_machine(context, number)))
+    machines = machines_of([Machine(**json.loads(text)) for text in context.allGather(own)])
     index = next((index for index, machine in enumerate(machines) if machine.tasks[0] == number), None)
     if index == 0:
         with _beside(job, machines, 0, 0) as answer:
-            listening: Listening | Returned = answer()
-            if isinstance(listening, Returned):
-                raise listening.failure or LaunchError("the program that starts the ranks has ended too early.")
-            context.allGather(str(listening.port))
+            port: int | Returned = answer()  # the hub's, for the other machines; 0 if there are none
+            if isinstance(port, Returned):
+                raise port.failure or LaunchError("the program that starts the ranks has ended too early.")
+            context.allGather(str(port))
             returned = answer()
             context.barrier()  # an executor that is lost never comes here: the stage fails, not the job
         yield returned
         return
-    port = int(context.allGather("")[0])
+    hub = int(context.allGather("")[0])
     if index is not None:
-        with _beside(job, machines, index, port) as answer:
+        with _beside(job, machines, index, hub) as answer:
             answer()
     context.barrier()
 
 
-def _own_place(context: BarrierTaskContext, number: int) -> TaskPlace:
+def _own_machine(context: BarrierTaskContext, number: int) -> Machine:
     from pyspark import SparkFiles
 
     address = context.getTaskInfos()[number].address.rpartition(":")[0]
     devices = context.resources().get("gpu")
     directory = os.path.join(os.path.abspath(SparkFiles.getRootDirectory()), f"choros-{uuid.uuid4().hex}")
-    return TaskPlace(this_host(), address, directory, devices.addresses if devices else ())
+    return Machine(this_host(), address, directory, [number], [devices.addresses if devices else ()])
 
 
 @contextmanager
@@ -90,7 +88,7 @@ def _beside(job: SparkJob, machines: tuple[Machine, ...], index: int, port: int)
     ) as process:
         assert process.stdin is not None  # noqa: S101  (a pipe)
         try:
-            pickle.dump(HostTask(job, machines, index, port), process.stdin)
+            pickle.dump((job, machines, index, port), process.stdin)
             process.stdin.flush()
             yield partial(_answer, process)
         finally:

@@ -23,9 +23,8 @@ import numpy as np
 
 from choros.errors import ConfigError
 from choros.parallel.structure import map_structure
-from choros.spark.parameters import COMMON, FitPlan, RowsEstimator, with_parameters
+from choros.spark.parameters import COMMON, EstimatorModel, FitPlan, Predict, RowsEstimator, with_parameters
 from choros.spark.rows import ParquetRows
-from choros.spark.transform import EstimatorModel, Predict
 
 __all__ = ["TorchEstimator", "TorchModel"]
 
@@ -46,14 +45,16 @@ class TorchEstimator(RowsEstimator):
 
     def _train(self, plan: FitPlan, rows: ParquetRows, held_out: ParquetRows | None) -> TorchModel:
         losses = self.value("loss")
-        losses = list(losses) if isinstance(losses, list | tuple) else [losses]
+        losses = losses if isinstance(losses, list | tuple) else [losses]
         if self.value("optimizer") is None or not all(map(callable, losses)):
             raise ConfigError("TorchEstimator needs the parameters optimizer, and loss, which is a function or more.")
         weights = self.value("loss_weights") or [1 / len(plan.labels)] * len(plan.labels)
         shapes = self.value("input_shapes")
         task = TorchTask(
             cloudpickle.dumps((self.value("model"), self.value("optimizer"))),
-            LossTerms(tuple(losses), tuple(weights), tuple(self.value("metrics"))),
+            losses,
+            weights,
+            self.value("metrics"),
             plan,
             rows,
             held_out,
@@ -83,32 +84,13 @@ class TorchEstimator(RowsEstimator):
 
 
 @dataclass(frozen=True)
-class LossTerms:
-    """The losses of the labels, their weights, and what else is measured."""
-
-    losses: tuple[Callable[..., Any], ...]
-    weights: tuple[float, ...]
-    metrics: tuple[Callable[..., Any], ...]
-
-    def loss(self, outputs: Sequence[Any], labels: Sequence[Any]) -> Any:
-        """Returns the weighted sum; a single loss is that of each label."""
-        losses = self.losses if len(self.losses) > 1 else self.losses * len(labels)
-        terms = zip(losses, self.weights, outputs, labels, strict=True)
-        return sum(weight * loss(output, label) for loss, weight, output, label in terms)
-
-    def measured(self, outputs: Sequence[Any], labels: Sequence[Any]) -> dict[str, float]:
-        """Returns what the metrics say of the first output."""
-        return {
-            getattr(each, "__name__", type(each).__name__): float(each(outputs[0], labels[0])) for each in self.metrics
-        }
-
-
-@dataclass(frozen=True)
 class TorchTask:
     """What each rank of a ``TorchEstimator`` does."""
 
     pickled: bytes
-    terms: LossTerms
+    losses: Sequence[Callable[..., Any]]
+    weights: Sequence[float]
+    metrics: Sequence[Callable[..., Any]]
     plan: FitPlan
     rows: ParquetRows
     held_out: ParquetRows | None
@@ -230,16 +212,24 @@ def _pass(task: TorchTask, model: Any, batches: _RankBatches, epoch: int, optimi
         outputs = _outputs(model(*inputs))
         batches.widths = tuple(each.numel() // len(each) for each in outputs)
         like = [_like(label, output) for label, output in zip(labels, outputs, strict=True)]
-        loss = task.terms.loss(outputs, like)
+        loss = _loss(task, outputs, like)
         if optimizer is not None:
             (loss * share).backward()
             if number % task.passes == 0 or number == len(batches):
                 optimizer.step()
                 optimizer.zero_grad()
-        measured = {"loss": loss.item(), **task.terms.measured(outputs, like)}
-        sums.update({name: rows * value for name, value in {**measured, "rows": 1}.items()})
+        named = {getattr(each, "__name__", type(each).__name__): each for each in task.metrics}
+        measured = {name: float(metric(outputs[0], like[0])) for name, metric in named.items()}
+        sums.update({name: rows * value for name, value in {"loss": loss.item(), **measured, "rows": 1}.items()})
     total = hvd.allreduce(torch.tensor(list(sums.values()), dtype=torch.float64), op=hvd.Sum, name="sums").tolist()
     return {name: value / total[-1] for name, value in zip(sums, total, strict=True) if name != "rows"}
+
+
+def _loss(task: TorchTask, outputs: Sequence[Any], labels: Sequence[Any]) -> Any:
+    """Returns the weighted sum of the labels' losses; a single loss is that of each label."""
+    losses = task.losses if len(task.losses) > 1 else [task.losses[0]] * len(labels)
+    terms = zip(losses, task.weights, outputs, labels, strict=True)
+    return sum(weight * loss(output, label) for loss, weight, output, label in terms)
 
 
 def _outputs(found: Any) -> list[Any]:

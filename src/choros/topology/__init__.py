@@ -4,10 +4,11 @@ from choros.topology.environments import (
     ENVIRONMENTS,
     NEVER_MPI,
     WITHOUT_MPI,
+    Master,
     detect,
     expand_counts,
     expand_hosts,
+    find_master,
 )
-from choros.topology.master import Master, find_master
 from choros.topology.tf_config import TF_CONFIG, TFConfig, read_tf_config, split_address
 from choros.topology.topology import Topology, shard_range

@@ -43,18 +43,6 @@ class WaitsForRank:
     collective: str
 
 
-@dataclass(frozen=True)
-class CollectiveTimes:
-    """All ranks' calls, ``times`` of them, of collectives with one name; nanoseconds and bytes are added up."""
-
-    name: str
-    collective: str
-    times: int
-    waiting: int
-    transferring: int
-    bytes: int
-
-
 def summary_text(trace: Trace, most: int = 10) -> str:
     """Returns where the time of ``trace`` went, as tables, with ``most`` collectives or fewer in the last one."""
     times, waits, collectives = list(rank_times(trace)), waits_of(trace), collective_times(trace)
@@ -122,8 +110,10 @@ def waits_of(trace: Trace) -> list[WaitsForRank]:
     return sorted(found, key=lambda each: -each.total)
 
 
-def collective_times(trace: Trace) -> list[CollectiveTimes]:
-    """Returns the times of collectives by name, longest first."""
+def collective_times(trace: Trace) -> list[tuple[str, str, int, int, int, int]]:
+    """Returns, of collectives by name and kind, how many there were, and of all ranks' calls the nanoseconds of waiting
+    and of transferring and the bytes, added up; longest first.
+    """
     named: defaultdict[tuple[str, str], list[tuple[int, int, int, int]]] = defaultdict(list)
     for collective in collectives_of(trace.calls):
         calls = collective.calls
@@ -131,11 +121,11 @@ def collective_times(trace: Trace) -> list[CollectiveTimes]:
         first = next((call for call in calls if call.collective != "join"), calls[0])
         sums = (sum(call.wait for call in calls), sum(call.transfer for call in calls))
         named[first.name, first.collective].append((1, *sums, sum(call.bytes or 0 for call in calls)))
-    found = [
-        CollectiveTimes(name, collective, *(sum(column) for column in zip(*rows, strict=True)))
-        for (name, collective), rows in named.items()
-    ]
-    return sorted(found, key=lambda each: -(each.waiting + each.transferring))
+    found = []
+    for (name, kind), rows in named.items():
+        times, waiting, transferring, sent = map(sum, zip(*rows, strict=True))
+        found.append((name, kind, times, waiting, transferring, sent))
+    return sorted(found, key=lambda each: -(each[3] + each[4]))
 
 
 def _union(intervals: Iterable[tuple[int, int]]) -> int:
@@ -185,18 +175,11 @@ def _waits_table(waits: Sequence[WaitsForRank]) -> str:
     return "\n".join(aligned([head, *rows], left={0, 5}))
 
 
-def _collectives_table(collectives: Sequence[CollectiveTimes]) -> str:
+def _collectives_table(collectives: Sequence[tuple[str, str, int, int, int, int]]) -> str:
     head = ["collective", "kind", "times", "waiting", "transferring", "bytes"]
     rows = [
-        [
-            _shortened(each.name),
-            each.collective,
-            str(each.times),
-            _time(each.waiting),
-            _time(each.transferring),
-            f"{each.bytes:,}",
-        ]
-        for each in collectives
+        [_shortened(name), kind, str(times), _time(waiting), _time(transferring), f"{sent:,}"]
+        for name, kind, times, waiting, transferring, sent in collectives
     ]
     return "\n".join(aligned([head, *rows], left={0, 1}))
 

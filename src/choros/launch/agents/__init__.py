@@ -11,7 +11,7 @@
        ├◄── ShellCommand ───────┘
        ├─────────────────────── RunCommand ───────────► agent ── sh -c "prted …" ── wrapper ── rank
        │◄────────── CommandOutput, CommandExit ───────────┘
-       └─ the job is over ───── JobOver: exit code ───► agent: ends with this code
+       └─ the job is over ───── its exit code ────────► agent: ends with this code
 
 Host 0 alone listens, at one port, for processes that prove that they have ``CHOROS_SECRET``. A host whose agent goes is
 lost, as one that ssh does not reach; one that comes again is one more host, for elastic jobs.

@@ -21,9 +21,7 @@ from choros.launch.agents.messages import (
     AgentReady,
     CommandExit,
     CommandOutput,
-    JobOver,
     RunCommand,
-    StopCommand,
 )
 from choros.launch.plan.environment import without_launchers
 from choros.launch.processes.process_tree import (
@@ -58,7 +56,7 @@ def serve_host(cluster: ClusterHost, slots: int, seconds: float, show: Callable[
     try:
         hub.send(AgentReady(cluster.index, slots, _own_name()))
         show(f"chorosrun: this host runs ranks for chorosrun on {cluster.first}, which shows what they print.")
-        while not isinstance(message := hub.receive(), JobOver):
+        while isinstance(message := hub.receive(), RunCommand):
             commands.obey(message)
     except ChannelClosed as error:
         if commands.has_left:
@@ -69,7 +67,8 @@ def serve_host(cluster: ClusterHost, slots: int, seconds: float, show: Callable[
         ) from error
     finally:
         end_children()
-    return message.code
+    code: int = message
+    return code
 
 
 def _own_name() -> str:
@@ -105,11 +104,11 @@ class _Commands:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self.has_left = False
 
-    def obey(self, message: object) -> None:
+    def obey(self, command: RunCommand) -> None:
         """Begins a command, or stops it."""
-        if isinstance(message, RunCommand):
-            threading.Thread(target=self._run, args=(message,), daemon=True).start()
-        elif isinstance(message, StopCommand) and (process := self._running.get(message.number)) is not None:
+        if command.text is not None:
+            threading.Thread(target=self._run, args=(command.number, command.text), daemon=True).start()
+        elif (process := self._running.get(command.number)) is not None:
             signal_group(process.pid, signal.SIGKILL)
 
     def leave(self) -> None:
@@ -130,10 +129,10 @@ class _Commands:
         self.has_left = True
         self._hub.close()
 
-    def _run(self, command: RunCommand) -> None:
+    def _run(self, number: int, text: str) -> None:
         try:
             process = subprocess.Popen(
-                ["/bin/sh", "-c", command.text],
+                ["/bin/sh", "-c", text],
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -142,20 +141,20 @@ class _Commands:
             )
         except OSError as error:  # such as too many processes
             with suppress(ChannelClosed):
-                self._hub.send(CommandOutput(command.number, 2, f"/bin/sh cannot be started: {error}\n".encode()))
-                self._hub.send(CommandExit(command.number, LOST))
+                self._hub.send(CommandOutput(number, 2, f"/bin/sh cannot be started: {error}\n".encode()))
+                self._hub.send(CommandExit(number, LOST))
             return
-        self._running[command.number] = process
+        self._running[number] = process
         pipes = [(1, process.stdout), (2, process.stderr)]
-        readers = [threading.Thread(target=self._pass_on, args=(command.number, *pipe), daemon=True) for pipe in pipes]
+        readers = [threading.Thread(target=self._pass_on, args=(number, *pipe), daemon=True) for pipe in pipes]
         for reader in readers:
             reader.start()
         for reader in readers:
             reader.join()
         code = process.wait()
-        del self._running[command.number]
+        del self._running[number]
         with suppress(ChannelClosed):
-            self._hub.send(CommandExit(command.number, code if code >= 0 else 128 - code))
+            self._hub.send(CommandExit(number, code if code >= 0 else 128 - code))
 
     def _pass_on(self, number: int, descriptor: int, pipe: IO[bytes]) -> None:
         with pipe, suppress(ChannelClosed):

@@ -22,10 +22,8 @@ from choros.launch.agents.messages import (
     CommandExit,
     CommandOutput,
     HostSlots,
-    JobOver,
     RunCommand,
     ShellCommand,
-    StopCommand,
 )
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.hosts import Host, total_slots
@@ -148,7 +146,7 @@ class Hub:
             agents, self._agents = self._agents, {}
         for agent in agents.values():
             with suppress(ChannelClosed):
-                agent.send(JobOver(code))
+                agent.send(code)
         remove_owned(self._directory.path)
         self._directory.unlock()
 
@@ -226,7 +224,7 @@ class Hub:
         except ChannelClosed:
             if agent is not None:
                 with suppress(ChannelClosed):
-                    agent.send(StopCommand(number))
+                    agent.send(RunCommand(number, None))
         finally:
             with self._changed:
                 del self._shells[number]

@@ -37,17 +37,12 @@ class ShellCommand:
 
 @dataclass(frozen=True)
 class RunCommand:
-    """To an agent: run a command, whose output and end have this number."""
+    """To an agent: run a command, whose output and end have this number; ``None``: stop it, as its shell has gone. An
+    agent gets these, and at last the job's exit code.
+    """
 
     number: int
-    text: str
-
-
-@dataclass(frozen=True)
-class StopCommand:
-    """To an agent: the shell of command ``number`` has gone."""
-
-    number: int
+    text: str | None
 
 
 @dataclass(frozen=True)
@@ -64,11 +59,4 @@ class CommandExit:
     """A command has ended; sent on to its shell."""
 
     number: int
-    code: int
-
-
-@dataclass(frozen=True)
-class JobOver:
-    """To an agent: the job has ended with this code."""
-
     code: int

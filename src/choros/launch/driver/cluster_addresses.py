@@ -10,7 +10,7 @@ from choros.errors import ConfigError
 from choros.launch.plan.environment import in_allocation
 from choros.launch.plan.hosts import hosts_of_ranks
 from choros.launch.plan.job import Job
-from choros.launch.plan.roles import addresses_by_role
+from choros.launch.plan.roles import CHIEF, PS, WORKER
 from choros.launch.processes.ports import free_ports
 from choros.launch.protocol.wrapper_options import CLUSTER
 from choros.settings import VARIABLES
@@ -26,7 +26,8 @@ def assign_addresses(job: Job, environ: Mapping[str, str]) -> Job:
     hosts = _hosts_of_ranks(job)
     ports = free_ports(job.size)
     names = [f"[{host}]" if ":" in host else host for host in hosts]
-    cluster = addresses_by_role(job.roles, [f"{name}:{port}" for name, port in zip(names, ports, strict=True)])
+    chief, *others = (f"{name}:{port}" for name, port in zip(names, ports, strict=True))
+    cluster = {CHIEF: [chief], PS: others[: job.servers], WORKER: others[job.servers :]}
     secret = VARIABLES["secret"].name
     shared = {CLUSTER: json.dumps(cluster), secret: environ.get(secret) or secrets.token_hex(32)}
     return replace(job, environment={**shared, **job.environment})

@@ -15,13 +15,11 @@ from typing import Any, Generic, TypeVar
 from choros.durable import unfinished
 from choros.launch.protocol.frames import Start
 from choros.observe.events import Event
-from choros.observe.stragglers import PARTS, RankProgress
+from choros.observe.stragglers import SERIES, RankProgress
 from choros.observe.verdict import Goodput, verdict_of, verdict_text
 from choros.observe.waits import ranks_text
 from choros.settings import VARIABLES
 
-#: The numbers of a rank over time; the others of ``RankProgress`` are kept as they are last.
-SERIES = ("steps", "examples", "seconds", *PARTS[1:], "pausing", "memory")
 #: With more moments than this, every second one is dropped, and later ones are as far apart.
 _MOST = 600
 _MOST_MESSAGES = 1000

@@ -26,14 +26,7 @@ def _nvidia(driver: Path, devices: Path) -> int:
     own = sum(path.name.removeprefix("nvidia").isdecimal() for path in devices.glob("nvidia[0-9]*"))
     if driver.is_dir() and own:
         return min(own, sum(1 for _ in driver.iterdir()))
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return 0
-    try:
-        answer = ask([program, "-L"], 10)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+    return sum(line.startswith("GPU ") for line in printed(["nvidia-smi", "-L"], 10).splitlines())
 
 
 def _amd(directory: Path) -> int:
@@ -54,6 +47,15 @@ def ask(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         argv, stdin=nothing, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, env=env
     )
+
+
+def printed(argv: Sequence[str], seconds: float) -> str:
+    """Returns what a program prints; nothing if there is none of this name, or it fails, or takes longer."""
+    try:
+        answer = ask(argv, seconds)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if answer.returncode else answer.stdout
 
 
 def full_name() -> str:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from choros import durations
 from choros.errors import HostUnreachable, LaunchError
-from choros.launch.driver.machine import ask
+from choros.launch.driver.machine import ask, printed
 from choros.launch.plan.hosts import Host
 from choros.launch.plan.job import Ssh
 
@@ -123,10 +123,7 @@ def _resolve(name: str) -> Identity:
     """Fails if ``name`` has no address, unless ssh's configuration maps it to another name."""
     if _has_address(name):
         return ()
-    try:
-        known = ask(["ssh", "-G", name], 5).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        known = ""
+    known = printed(["ssh", "-G", name], 5)
     settings = dict(line.split(" ", 1) for line in known.splitlines() if " " in line)
     alias = settings.get("hostname", name)
     if "proxycommand" in settings or "proxyjump" in settings or (alias != name and _has_address(alias)):

@@ -33,12 +33,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """
     hosts = []
     for part in map(str.strip, text.split(",")):
-        host = None if re.search(r"\s", part) else parse_line(part)
-        if host is None:
-            raise ConfigError(
-                f"--hosts {text!r}: {part!r} is not a host. Write it as name:slots,name:slots, like a:4,b:4."
-            )
-        hosts.append(host)
+        problem = f"--hosts {text!r}: {part!r} is not a host. Write it as name:slots,name:slots, like a:4,b:4."
+        hosts.append(_host("" if re.search(r"\s", part) else part, problem))
     return _merged(hosts, f"--hosts {text if len(text) <= 80 else f'{text[:80]}…'!r}")
 
 
@@ -48,33 +44,15 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hostfile {path}: the file cannot be read ({error}).") from error
-    hosts = []
-    for number, line in enumerate(text.splitlines(), 1):
-        content = line.split("#")[0].strip()
-        if not content:
-            continue
-        host = parse_line(content)
-        if host is None:
-            raise ConfigError(f"--hostfile {path}, line {number}: {content!r} is not `name slots=N` or `name:N`.")
-        hosts.append(host)
+    lines = ((number, line.split("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1))
+    hosts = [
+        _host(line, f"--hostfile {path}, line {number}: {line!r} is not `name slots=N` or `name:N`.")
+        for number, line in lines
+        if line
+    ]
     if not hosts:
         raise ConfigError(f"--hostfile {path}: the file names no host. Write one line `name slots=N` for each host.")
     return _merged(hosts, f"--hostfile {path}")
-
-
-def parse_line(text: str, slots: int = 1) -> Host | None:
-    """Returns the host in a line of a host file, by default with ``slots`` slots; ``None`` if there is none.
-
-    >>> parse_line("a slots=4"), parse_line("a", slots=2), parse_line("a b")
-    (Host(name='a', slots=4), Host(name='a', slots=2), None)
-    """
-    match = _LINE.fullmatch(text)
-    if match is None:
-        return None
-    digits = match["slots"] or match["short"]
-    if digits is not None:  # so many that they are no number to Python are too many
-        slots = int(digits) if len(digits) <= len(str(MOST_SLOTS)) else MOST_SLOTS + 1
-    return Host(match["name"].strip("[]"), slots)
 
 
 def parse_discovered(text: str, slots: int | None = None, where: str = "--host-discovery-script") -> tuple[Host, ...]:
@@ -84,15 +62,27 @@ def parse_discovered(text: str, slots: int | None = None, where: str = "--host-d
     (Host(name='a', slots=4), Host(name='b', slots=2))
     """
     hosts = []
-    for number, line in enumerate(text.splitlines(), 1):
-        content = line.strip()
-        if not content:
-            continue
-        host = parse_line(content, slots or 1)
-        if host is None or host.slots < 1:
-            raise ConfigError(f"{where}, line {number} of its output: {content!r} is not `host:slots`.")
-        hosts.append(host)
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        problem = f"{where}, line {number} of its output: {line!r} is not `host:slots`."
+        hosts += [_host(line, problem, slots or 1)] if line else []
+        if line and hosts[-1].slots < 1:
+            raise ConfigError(problem)
     return _merged(hosts, where)
+
+
+def _host(text: str, problem: str, slots: int = 1) -> Host:
+    """Returns the host in a line, by default with ``slots`` slots; a ``ConfigError``, the ``problem``, if it is none.
+
+    >>> _host("a slots=4", ""), _host("a", "", slots=2)
+    (Host(name='a', slots=4), Host(name='a', slots=2))
+    """
+    match = _LINE.fullmatch(text)
+    if match is None:
+        raise ConfigError(problem)
+    digits = match["slots"] or match["short"]
+    if digits is not None:  # so many that they are no number to Python are too many
+        slots = int(digits) if len(digits) <= len(str(MOST_SLOTS)) else MOST_SLOTS + 1
+    return Host(match["name"].strip("[]"), slots)
 
 
 def _merged(hosts: Iterable[Host], where: str) -> tuple[Host, ...]:

@@ -128,16 +128,6 @@ def _ranges(numbers: Iterable[int]) -> str:
 NO_ROLES = Roles()
 
 
-def addresses_by_role(roles: Roles, addresses: Sequence[str]) -> dict[str, list[str]]:
-    """Returns ``TF_CONFIG``'s cluster, in which rank ``i`` has ``addresses[i]``.
-
-    >>> addresses_by_role(Roles(servers=1, workers=2), ["a:1", "a:2", "b:3", "b:4"])
-    {'chief': ['a:1'], 'ps': ['a:2'], 'worker': ['b:3', 'b:4']}
-    """
-    chief, *others = addresses
-    return {CHIEF: [chief], PS: others[: roles.servers], WORKER: others[roles.servers :]}
-
-
 def role_in(environ: Mapping[str, str], rank: int) -> Role | None:
     """Returns the role of ``rank`` according to a wrapper's ``environ``; ``None`` in a job without roles."""
     if CLUSTER not in environ:

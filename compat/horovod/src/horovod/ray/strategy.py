@@ -1,5 +1,5 @@
 """Placement groups of Ray's."""
 
-from choros.ray.placement import create_placement_group
+from choros.ray.worker import create_placement_group
 
 __all__ = ["create_placement_group"]
