@@ -44,6 +44,11 @@ def problems(framework: str) -> Iterator[str]:
             yield f"horovod.{name} can be imported"
     mpi_ops = importlib.import_module(f"horovod.{framework}.mpi_ops")
     mpi_ops.init()
+    if framework == "torch":
+        torch, module = importlib.import_module("torch"), importlib.import_module("horovod.torch.optimizer")
+        optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+        if not isinstance(module.DistributedOptimizer(optimizer), module._DistributedOptimizer):
+            yield "horovod.torch.optimizer._DistributedOptimizer is no class of distributed optimizers"
     if mpi_ops._basics._get_process_set_ids_and_ranks() != {0: [0]}:
         yield f"horovod.{framework}.mpi_ops._basics knows other process sets"
     if os.environ["CHOROS_DIVERGENCE"] != "warn":

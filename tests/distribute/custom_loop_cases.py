@@ -61,6 +61,14 @@ def case_momentum_clipping_decay_and_moving_average():
     )
 
 
+def case_an_optimizer_that_applies_updates_through_others():
+    def several():
+        first, others = keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.01)
+        return keras.optimizers.MultiOptimizer(lambda variable: first if len(variable.shape) == 2 else others)
+
+    check(several)
+
+
 def case_one_reduction_per_step():
     """All gradients of a step are fused; of a micro-batch before the last, only the control message is sent."""
 

@@ -151,6 +151,19 @@ def case_broadcast_variables_and_all_variables():
         assert_same_on_all_ranks(model)
 
 
+def case_a_model_that_is_frozen_when_it_is_broadcast_is_trained_later():
+    """As the critic of a GAN, in a loop that calls a callback itself."""
+    model = build(same_start=False)
+    model.trainable = False
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    keras.callbacks.CallbackList(callbacks, model=model).on_train_begin()
+    model.trainable = True
+    before = model.get_weights()
+    model.train_on_batch(np.ones((2, *model.input_shape[1:])), np.zeros(2))
+    assert any((new != old).any() for new, old in zip(model.get_weights(), before, strict=True))
+    assert_same_on_all_ranks(model)
+
+
 def case_broadcast_variables_in_a_compiled_function():
     if BACKEND != "tensorflow":
         return

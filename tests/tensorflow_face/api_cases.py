@@ -145,6 +145,14 @@ def case_dynamic_shapes_and_splits() -> None:
     check(received, rows(0)[:1] if hvd.rank() == 0 else np.concatenate([rows(0)[1:], rows(1, 2)]))
     assert counts.numpy().tolist() == ([1, 0] if hvd.rank() == 0 else [3, 2])
     check(gathered, np.concatenate([rows(0), rows(1, 2)]))
+    equally = tf.function(lambda x: hvd.alltoall(x, splits=[tf.shape(x)[0] // 2] * 2), reduce_retracing=True)
+    check(equally(rows(hvd.rank()))[0], np.concatenate([rows(each)[2 * hvd.rank() :][:2] for each in range(2)]))
+
+
+def case_arrays_of_numpy_become_tensors() -> None:
+    own = rows(hvd.rank())
+    given = [*tf.nest.flatten(collectives(own, rows(hvd.rank(), 2))), hvd.allreduce(np.float32(1.0))]
+    assert [type(each) for each in given if not tf.is_tensor(each)] == []
 
 
 def case_mismatches_are_errors_of_tensorflow_too() -> None:

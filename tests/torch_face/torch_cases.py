@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -822,7 +823,11 @@ def case_the_number_of_backward_passes_can_change() -> None:
     model, reference = build(), build()
     optimizer, plain = hvd.DistributedOptimizer(SGD(model.parameters())), SGD(reference.parameters())
     for passes, data in ((1, batches(1)), (3, batches(4)[1:]), (2, batches(6)[4:])):
-        optimizer.set_backward_passes_per_step(passes)
+        if passes == 3:
+            optimizer.backward_passes_per_step = passes  # as loops of DLRover's do
+        else:
+            optimizer.set_backward_passes_per_step(passes)
+        assert optimizer.backward_passes_per_step == passes
         for net, opt, own in ((model, optimizer, part), (reference, plain, lambda batch: batch)):
             opt.zero_grad()
             for batch in data:
@@ -831,6 +836,25 @@ def case_the_number_of_backward_passes_can_change() -> None:
     assert_same(model, reference)
     with pytest.raises(ConfigError, match="must be 1 or more"):
         optimizer.set_backward_passes_per_step(0)
+
+
+def case_torch_compile_does_not_trace_collectives() -> None:
+    def metric(x: torch.Tensor) -> torch.Tensor:
+        return hvd.allreduce(x.mean()) * 2 + 1
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.compile(metric, backend="eager")(torch.full((2,), float(hvd.rank()))) == 2.0
+        torch.compile(step, backend="eager")(torch.ones(2, 2))
+    assert [text for each in caught if "Dynamo" in (text := str(each.message))] == []
 
 
 def adasum_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

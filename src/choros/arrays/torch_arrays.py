@@ -7,6 +7,7 @@ from typing import Any, final
 import ml_dtypes
 import numpy as np
 import torch
+from torch._dynamo import trace_rules
 
 from choros.arrays.adapter import (
     COLUMNS,
@@ -21,13 +22,13 @@ from choros.arrays.adapter import (
 from choros.errors import ConfigError
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+trace_rules.add("choros")  # what torch.compile must not trace: it has no operations of its own
 
 
 @final
 class TorchArrays(DeviceArrayAdapter):
     """Tensors, with or without gradient, on any device."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def to_host(self, array: Any) -> HostArray:
         """Shares memory with a contiguous CPU tensor. NumPy has no bfloat16: its bits are passed as int16."""
         if array.layout is not torch.strided:
@@ -43,7 +44,6 @@ class TorchArrays(DeviceArrayAdapter):
         except TypeError:  # NumPy has no such dtype
             raise ConfigError(f"tensors of {tensor.dtype} cannot be communicated: cast it to another dtype.") from None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def fingerprint(self, array: Any) -> bytes:
         """Adds on the device; integers have the same sums there."""
         return super().fingerprint(array) if array.device.type == "cpu" else self.fingerprint_on_device(array)
@@ -66,7 +66,6 @@ class TorchArrays(DeviceArrayAdapter):
         sums = raw[:whole].view(torch.int64).view(rows, COLUMNS).sum(0) if rows else raw[:0]
         return bytes(sums.cpu().numpy().tobytes() + raw[whole:].cpu().numpy().tobytes())
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def from_host(self, host: HostArray, like: Any) -> Any:
         """Shares memory with ``host`` if ``like`` is on the CPU."""
         writable = np.require(host, requirements=["C", "W"])

@@ -145,8 +145,9 @@ def mismatch_text(texts: Sequence[str], ranks: Sequence[int]) -> str:
     advice = "Ranks must call the same collectives with the same dtypes and shapes, and those without a name in order."
     if 0 < sum(text.startswith("gradients") for text in asked) < len(asked):
         advice += (
-            "\nIf some had fewer batches: with a choros callback in fit, or join() after a loop, they take part in the "
-            "steps of the others."
+            "\nIf some had fewer batches: in fit with a choros callback, they take part in the steps of the others if "
+            "the model is compiled with a DistributedOptimizer (a tape's gradients are not known there); in loops, if "
+            "they call join() after the last batch."
         )
     return "\n".join(["Ranks made different calls, so no data was moved:", *lines, advice])
 

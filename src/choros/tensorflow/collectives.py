@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from choros.arrays.tensorflow_arrays import tensorflow_errors
@@ -174,6 +175,7 @@ def alltoall(
         The received rows; with ``splits`` a pair of these and the number of rows from each rank.
     """
     del ignore_name_scope
+    splits = None if splits is None else _tensor(splits)
     return ops.alltoall(_tensor(tensor), splits, name=_name(name, "alltoall", tensor), process_set=process_set)
 
 
@@ -260,8 +262,8 @@ def allgather_object(
 
 
 def _tensor(value: Any) -> Any:
-    """``value`` as TensorFlow's own; numbers remain numbers."""
-    return tf.convert_to_tensor(value) if isinstance(value, (list, tuple)) else value_of(value)
+    """``value`` as TensorFlow's own; Python's numbers remain numbers."""
+    return tf.convert_to_tensor(value) if isinstance(value, (list, tuple, np.ndarray, np.generic)) else value_of(value)
 
 
 def _name(name: str | None, collective: str, *tensors: Any) -> str | None:

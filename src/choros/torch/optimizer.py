@@ -63,6 +63,16 @@ class _HorovodMethods:
         finally:
             hook.skipping = False
 
+    @property
+    def backward_passes_per_step(self) -> int:
+        """The number of backward passes before each ``step``."""
+        exchange = _hook_of(self).exchange
+        return 1 if exchange is None else exchange.micro_batches
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self.set_backward_passes_per_step(passes)
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sets the number of backward passes before each ``step``; all ranks call it, between two steps."""
         if passes < 1:

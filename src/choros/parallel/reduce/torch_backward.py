@@ -207,7 +207,8 @@ class BackwardExchange:
                     f"{self.micro_batches}: this is backward pass {number} through these parameters, whichever loss it "
                     "began from (a GAN's critic is passed by its generator's, too). Count all of them up to step(): "
                     f"pass backward_passes_per_step={number}, or more if others follow, to DistributedOptimizer, or "
-                    "call step() earlier."
+                    "call step() earlier. Another DistributedOptimizer of these parameters, made before and still "
+                    "referred to, by its scheduler too, counts for itself: delete both."
                 )
             gradient = parameter.grad
             step.complete[index] = gradient, gradient._version

@@ -199,7 +199,7 @@ def optimizers_of(model: Any) -> list[Any]:
 def built_optimizers(model: Any) -> list[Any]:
     """Those of ``optimizers_of`` that are built, as the model's own one is now."""
     own = getattr(model, "optimizer", None)
-    if own is not None and not own.built:
+    if own is not None and not own.built and model.trainable_variables:  # which may be frozen for the moment
         own.build(model.trainable_variables)
     return [each for each in optimizers_of(model) if each.built]
 
