@@ -52,4 +52,4 @@ def test_caller_may_be_in_a_folder_beside_choros(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("others", "advised"), [("shutdown()", True), ("gradients(float64[3])", False)])
 def test_ranks_with_fewer_batches_are_told_what_lets_them_have_fewer(others: str, advised: bool) -> None:
     text = mismatch_text(["gradients(float32[3])", others], [0, 1])
-    assert ("with a choros callback in fit, or join() after a loop" in text) is advised
+    assert ("in fit with a choros callback, they take part" in text) is advised
