@@ -196,7 +196,7 @@ class Communicator(Members):
     @final
     def barrier(self, *, name: str = "") -> None:
         """Returns when every rank has called it."""
-        self.atomic(lambda: self.agree(_request("barrier", (), name)))
+        self.agree(_request("barrier", (), name))
 
     @final
     def start(self, name: str, collective: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
@@ -320,8 +320,7 @@ def bytes_of_first(communicator: Communicator, make: Callable[[], bytes], what: 
             made = make()
         except Exception as error:  # noqa: BLE001  (the others wait, whatever it is)
             problem = EngineError(f"{what} has failed: {error}")
-    with communicator.exclusive():
-        (length, *_) = communicator.agree(Request(what), value=len(made), problem=problem)
+    length, *_ = communicator.agree(Request(what), value=len(made), problem=problem)
     sent = np.frombuffer(made, np.uint8) if made else np.zeros(length, np.uint8)
     return communicator.broadcast(sent, name=what).tobytes()
 

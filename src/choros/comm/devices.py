@@ -101,8 +101,7 @@ class DeviceLink(ABC):
 
 def agree_to_connect(control: Members, device: Device, library: str, problem: ChorosError | None) -> None:
     """Raises an error on all members if one of them cannot connect ``device``, or would by another library."""
-    with control.exclusive():
-        control.agree(Request("connection of devices", f"{device.type} through {library}"), problem=problem)
+    control.agree(Request("connection of devices", f"{device.type} through {library}"), problem=problem)
 
 
 def connection_error(version: Sequence[int], error: Exception | None = None) -> EngineError:

@@ -1,6 +1,7 @@
 """The members of a communicator: they agree before data moves, complete it all or none, are lost, and admitted."""
 
 import json
+import threading
 import time
 import weakref
 from collections import deque
@@ -179,7 +180,7 @@ class Members(Primitives):
     @final
     def admit(self) -> bool:
         """Makes the process that waits the last member, unless it was lost; all call it, between two collectives."""
-        self.atomic(lambda: self.agree(_ADMISSION))  # a rank that saves alone is served before
+        self.agree(_ADMISSION)  # a rank that saves alone is served before
         with self._queue.exclusive():
             before, noticed, self.noticed = self.launched, self.noticed, 0
             if not (noticed & NEWCOMER and self._admit()):  # it may have ended since all noticed it
@@ -206,7 +207,11 @@ class Members(Primitives):
     def agree(self, request: Request, *, value: int = 0, problem: Exception | None = None) -> list[int]:
         """The check before data moves, one control message; returns the ranks' values, 0 of those that have joined. A
         ``problem`` is raised here; other ranks, which cannot go on without this one, get a ``MismatchError``, no hang.
+        Outside of ``atomic`` it is a collective of its own.
         """
+        section = self._section
+        if section.owner != threading.get_ident() or (self.elastic and not section.in_unit):
+            return self.atomic(lambda: self.agree(request, value=value, problem=problem))
         if problem is not None:
             request = Request(request.collective, f"refused: {problem}", request.name)
         digests, values = self.gather(request, value)

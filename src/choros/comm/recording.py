@@ -99,7 +99,7 @@ def start_recording(communicator: Communicator, file_path: str, *, mark_cycles: 
         problem = ConfigError(f"the timeline {file} cannot be written: {error}. Give the path of a file.")
     try:
         request = Request("start_timeline", f"mark_cycles={mark_cycles}")
-        communicator.atomic(lambda: communicator.agree(request, problem=problem))
+        communicator.agree(request, problem=problem)
     except BaseException:
         if recording is not None:
             recording.end()

@@ -259,7 +259,7 @@ class PreemptionCheckpointHandler:
 
             jax.effects_barrier()  # a step that still runs may have collectives left to do
         communicator, own = global_process_set.communicator, self._own_stage()
-        stage = max(communicator.atomic(lambda: communicator.agree(Request("check for preemption"), value=own)))
+        stage = max(communicator.agree(Request("check for preemption"), value=own))
         if stage <= self._stage:
             return
         self._stage = stage

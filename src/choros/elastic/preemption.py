@@ -144,7 +144,7 @@ def leave_if_asked(*, one_by_one: bool = False) -> None:
     communicator = global_process_set.communicator
     if one_by_one and communicator.noticed & LEAVES and not communicator.is_new:
         asked = communicator.notice & LEAVES
-        leaving = communicator.atomic(lambda: communicator.agree(_LEAVING, value=int(bool(asked))))
+        leaving = communicator.agree(_LEAVING, value=int(bool(asked)))
         if asked and 1 in leaving[: communicator.rank]:
             if communicator.size - 1 <= current().min_np and _commits():  # once the first has left, there are too few
                 communicator.notice = communicator.notice & ~LEAVES | END

@@ -106,7 +106,7 @@ class SlicedStep:
         gives the others its own items, and parameters do not tell.
         """
         process_set, communicator = self.slices.process_set, self._communicator
-        loads = communicator.atomic(lambda: communicator.agree(LOADED, value=self.slices.loads))
+        loads = communicator.agree(LOADED, value=self.slices.loads)
         check_loaded(loads, process_set.ranks)
         self.slices.loads = 0
         groups = enumerate(optimizer.param_groups)

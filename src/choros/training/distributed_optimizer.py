@@ -271,7 +271,7 @@ def cut_anew(optimizer: Any, model: Any) -> None:
     reducer: Any = reducer_of(optimizer)
     reducer.model = weakref.ref(model)
     communicator = reducer.reducer.config.process_set.communicator
-    communicator.atomic(lambda: communicator.agree(_cut_request(reducer)))
+    communicator.agree(_cut_request(reducer))
     _cut_anew(optimizer)
 
 
@@ -403,7 +403,7 @@ def commit_together(reducer: OptimizerReducer) -> None:
     """
     communicator = reducer.reducer.config.process_set.communicator
 
-    communicator.atomic(lambda: communicator.agree(_commit_request(reducer)))
+    communicator.agree(_commit_request(reducer))
     if (commit := reducer.commit()) is not None:
         commit()
 

@@ -152,7 +152,7 @@ class Evaluation:
             return
         finish_step()
         own = round(_SECOND * (time.monotonic() - self._since))
-        slowest = max(communicator.atomic(lambda: communicator.agree(_MEETING, value=own)))
+        slowest = max(communicator.agree(_MEETING, value=own))
         self._interval = next_interval(self._interval, slowest)
         self._next += self._interval
         self._since = time.monotonic()

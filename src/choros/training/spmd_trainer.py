@@ -111,7 +111,7 @@ class SpmdTrainer:
                 raise problem
             return BatchPlan((examples,), self._devices) if examples else None
         communicator, request = self._process_set.communicator, _request(self._layout)
-        counts = tuple(communicator.atomic(lambda: communicator.agree(request, value=examples, problem=problem)))
+        counts = tuple(communicator.agree(request, value=examples, problem=problem))
         if not any(counts):
             return None
         self._active = [process for process, count in enumerate(counts) if count]

@@ -303,7 +303,7 @@ def _exchanged(step: ModelStep, value: Any, exchange: _Exchange, *, of_loss: boo
 
 
 def _share(communicator: Communicator, examples: int, _: float) -> float:
-    return examples / sum(communicator.atomic(lambda: communicator.agree(_SHARE, value=examples)))
+    return examples / sum(communicator.agree(_SHARE, value=examples))
 
 
 def _of_sum(communicator: Communicator, examples: int, _: float) -> float:

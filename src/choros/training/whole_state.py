@@ -197,7 +197,7 @@ class WholeState:
         if root_rank not in ranks:
             return  # of which other ranks have none
         root = ranks.index(root_rank)
-        holds = communicator.atomic(lambda: communicator.agree(_HELD, value=2 if self.held else int(self.loaded)))
+        holds = communicator.agree(_HELD, value=2 if self.held else int(self.loaded))
         if holds[root] == 1 and 0 in holds:
             check_loaded(holds, ranks)
         if holds[root] == 2:
@@ -213,7 +213,7 @@ class WholeState:
         communicator.kept.append(self)
         if not self._started:
             self._started = True
-            loaded = communicator.atomic(lambda: communicator.agree(LOADED, value=int(self.loaded)))
+            loaded = communicator.agree(LOADED, value=int(self.loaded))
             check_loaded(loaded, self.slices.process_set.ranks)
             self.held = ()
         self.loaded = False
@@ -229,7 +229,7 @@ class WholeState:
         def on_host(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
             self._state = hosts
             try:
-                communicator.atomic(lambda: communicator.agree(MEETING))
+                communicator.agree(MEETING)
             finally:
                 self._state = ()
             return [np.asarray(0, np.int32)]

@@ -97,8 +97,7 @@ def _join(communicator: Communicator, position: Topology) -> None:
     """Initialises ``jax.distributed`` on all ranks, or raises on all of them."""
     joined = jax.distributed.is_initialized()
     problem = _problem(communicator, joined=joined)
-    with communicator.exclusive():
-        communicator.agree(Request("start of jax.distributed", f"running={joined}"), problem=problem)
+    communicator.agree(Request("start of jax.distributed", f"running={joined}"), problem=problem)
     if joined:
         return
     listening = functools.partial(_free_address, position)

@@ -372,7 +372,7 @@ def _synchronizing(model: Any) -> list[Any]:
 def _stop_together(model: Any) -> None:
     """Ends training on all processes if a callback has ended it on one, such as by its own batches or clock."""
     communicator = global_process_set.communicator
-    stops = communicator.atomic(lambda: communicator.agree(_STOP, value=int(bool(model.stop_training))))
+    stops = communicator.agree(_STOP, value=int(bool(model.stop_training)))
     model.stop_training = any(stops)
 
 
