@@ -106,6 +106,10 @@ class SynchronousTraining(Training):
         self._state_owner = state_owner
         self._shard_state = shard_state
         hand_over_arrays()
+        if keras.backend.backend() == "tensorflow":
+            from choros.training.ended_iterators import end_in_background
+
+            end_in_background()
 
     def variable_created(self, variable: Any) -> None:
         """Broadcasts initial values from process 0 unless equal on all; in ``fit`` only once all variables exist.
