@@ -57,6 +57,7 @@ from choros.training.evaluation import repeated
 from choros.training.first_rank import FirstRankCallback, verbose_on_first_rank
 from choros.training.keras_internals.fit import (
     built_before_training,
+    epochs_of_any_length,
     flatten_metrics,
     hand_over_arrays,
     initial_epoch,
@@ -264,7 +265,7 @@ class SynchronousTraining(Training):
         datasets.check_shared(call["x"], self._replicas)
         distributed, labels = datasets.is_distributed(call["x"]), overrides(model, "predict_step")
         first, count = self._replicas.first, self._replicas.count
-        with enter_fit():
+        with enter_fit(), epochs_of_any_length():
             outputs = repeated(lambda: predict_rows(call, first, count, distributed=distributed, needs_labels=labels))
         return shared_result(outputs)
 
