@@ -373,6 +373,7 @@ def case_checkpoints_made_outside_of_the_scope():
     assert [name and Path(name).name for name in saved] == ["ckpt-1", None, "ckpt-2", None, "ckpt-3"]
     assert allgather_object(counter.written > 0) == [True, False]
     assert manager.latest_checkpoint == saved[-1] == tf.train.latest_checkpoint(path / "managed")
+    assert manager.checkpoints == [saved[2], saved[4]]
     for _ in range(2):
         last = checkpoint.save(str(path / "plain"))
     checkpoint.write(str(path / "written"))

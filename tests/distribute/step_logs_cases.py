@@ -286,6 +286,27 @@ def case_predictions_of_padded_batches_and_text() -> None:
     assert [bytes(each) for each in found] == [b"[UNK]", b"a", b"bc"]
 
 
+def case_predictions_of_sparse_rows_say_nothing() -> None:
+    import tensorflow as tf
+
+    rows = np.where(X[:20] > 0.5, X[:20], 0.0).astype("float32")
+    batches = tf.data.Dataset.from_tensor_slices(tf.sparse.from_dense(rows)).batch(8)
+    dense = tf.data.Dataset.from_tensor_slices(rows).batch(8)
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        sparse = keras.Input((X.shape[1],), sparse=True)
+        return keras.Model(sparse, keras.layers.Dense(1)(sparse))
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        check(make, lambda model: model.predict(batches, verbose=0))
+        with distribute.MirroredStrategy().scope():
+            model = made(loss="mse")
+        model.predict(dense, verbose=0)
+    assert not [each for each in said if "ran out of data" in str(each.message)]
+
+
 def case_the_result_of_a_metric_in_a_compiled_function() -> None:
     import tensorflow as tf
 

@@ -13,6 +13,7 @@ ON_SOME = {
     "case_an_optimizer_of_pytorch_in_a_train_step": "torch",
     "case_arrays_of_text_and_without_rows": "tensorflow",
     "case_predictions_of_padded_batches_and_text": "tensorflow",
+    "case_predictions_of_sparse_rows_say_nothing": "tensorflow",
     "case_the_result_of_a_metric_in_a_compiled_function": "tensorflow",
     "case_a_predict_step_that_needs_labels": "tensorflow torch",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -95,6 +96,31 @@ def case_an_iterator_of_tensorflow() -> None:
         raise AssertionError("it has not ended")
     assert total.experimental_get_tracing_count() == 1
     assert TimedIterator.of([1]) == [1]
+
+
+def case_the_end_of_an_iterator_of_tensorflow() -> None:
+    """Another thread waits for it, as for the thread that tunes the iterator; this one goes on."""
+    if keras.backend.backend() != "tensorflow":
+        return
+    import tensorflow as tf
+
+    from choros.training.ended_iterators import end_in_background
+
+    let_end, ended = threading.Event(), threading.Event()
+
+    class EndsSlowly:
+        def __del__(self) -> None:
+            let_end.wait(20)
+            ended.set()
+
+    end_in_background()
+    iterator = iter(tf.data.Dataset.range(2))
+    next(iterator)
+    iterator._iterator_resource = EndsSlowly()
+    del iterator
+    assert not ended.is_set()
+    let_end.set()
+    assert ended.wait(20)
 
 
 def case_many_calls_of_fit_in_an_elastic_job() -> None:

@@ -118,7 +118,15 @@ def rows_differ() -> bool:
 
 def cut(batch: Any, start: int, end: int) -> Any:
     """Returns the rows ``start … end - 1`` of every array of ``batch``; ``None`` stays ``None``."""
-    return map_structure(lambda leaf: leaf[start:end], batch)
+
+    def of(leaf: Any) -> Any:
+        if type(leaf).__name__ != "SparseTensor":
+            return leaf[start:end]
+        from choros.data.tf_data import slice_rows
+
+        return slice_rows(leaf, start, end)
+
+    return map_structure(of, batch)
 
 
 def check_global_batch(rows: int, replicas: int, advice: str = "") -> None:

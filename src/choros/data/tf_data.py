@@ -213,12 +213,12 @@ def rows_of(batch: Any, first: Any, count: Any, local: int) -> Any:
 
     def of(leaf: Any) -> Any:
         share, remainder = count_rows(leaf) // count, count_rows(leaf) % count
-        return _slice(leaf, *(replica * share + tf.minimum(replica, remainder) for replica in (first, first + local)))
+        return slice_rows(leaf, *(replica * share + tf.minimum(replica, remainder) for replica in (first, first + local)))
 
     return tf.nest.map_structure(of, batch)
 
 
-def _slice(leaf: Any, start: Any, end: Any) -> Any:
+def slice_rows(leaf: Any, start: Any, end: Any) -> Any:
     """Returns rows ``start … end - 1`` of a tensor, a ragged tensor or a sparse one."""
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[start:end]

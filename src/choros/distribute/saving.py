@@ -34,6 +34,8 @@ from choros.training.thread import doing, thread
 
 #: How many objects deep the model of a checkpoint is searched: CheckpointManager → Checkpoint → model.
 _DEPTH = 2
+#: What a CheckpointManager knows of its checkpoints: the last one, and those that it may delete.
+_OF_MANAGER = ("_latest_checkpoint", "_maybe_delete", "_last_preserved_timestamp")
 
 
 def guard_saving() -> None:
@@ -79,15 +81,15 @@ def _count_everywhere(owner: Any, name: str, *, of_manager: bool = False) -> Non
             return own(saved, *args, **kwargs)
         checkpoint = saved.checkpoint if of_manager else saved
 
-        def write() -> tuple[Any, int]:
-            return own(saved, *args, **kwargs), int(checkpoint.save_counter)
+        def write() -> tuple[Any, ...]:
+            path = own(saved, *args, **kwargs)
+            return path, int(checkpoint.save_counter), {name: vars(saved)[name] for name in _OF_MANAGER if of_manager}
 
         written = training.save(write, os.fspath(files))
-        path, number = written or (None, int(checkpoint.save_counter) + 1)  # in fit, the others get none
+        path, number, state = written or (None, int(checkpoint.save_counter) + 1, {})  # in fit, the others get none
         if name == "save":
             checkpoint.save_counter.assign(number)
-        if of_manager:
-            saved._latest_checkpoint = path or saved._latest_checkpoint
+        vars(saved).update(state)
         return path
 
     setattr(owner, name, save)

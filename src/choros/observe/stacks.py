@@ -21,8 +21,8 @@ _ATTEMPTS = 4
 _PROCESSES = 6
 #: mpirun's time for a longer line grows with the square of its length.
 _CHARACTERS = 24_000
-#: Threads of choros that only wait for the end of the process.
-_OWN = ("choros: end of the script",)
+#: Threads of choros that only wait, for the end of the process or of something else.
+_OWN = ("choros: end of the script", "choros: ended iterators")
 _STATES = {
     "R": "runs",
     "S": "sleeps",

@@ -28,9 +28,13 @@ Array = NDArray[Any]
 #: Differences up to so many units in the last place of an array's largest value are rounding: of other processors.
 _ROUNDING = 8
 
+_OF_ROUNDING = (
+    "Rounding on different processors does that, a step that assigns trained variables itself, or a bit that was flipped."
+)
+
 _log = logging.getLogger("choros")
-#: The arrays that ranks differ in, and went on.
-_warned_of: set[tuple[str, ...]] = set()
+#: The arrays that ranks differ in, and went on; whether by more than rounding.
+_warned_of: set[tuple[bool, tuple[str, ...]]] = set()
 
 
 @dataclass(frozen=True)
@@ -122,11 +126,11 @@ def check_identical(
         return
     if assign is not None:
         _log.warning("%s All ranks continue with the values of rank %d.", found, communicator.ranks[most])
-    elif not differing:
-        _log.warning("%s Rounding on different processors does that, or a bit that was flipped.", found)
-    elif tuple(names) not in _warned_of:
-        _warned_of.add(tuple(names))
-        _log.warning("%s %s This is said once.", found, advice)
+        return
+    said = (bool(differing), tuple(names))
+    if said not in _warned_of:
+        _warned_of.add(said)
+        _log.warning("%s %s This is said once.", found, advice if differing else _OF_ROUNDING)
 
 
 def _most_and_others(digests: Sequence[tuple[int, ...]]) -> tuple[int, list[int]]:

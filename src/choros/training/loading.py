@@ -34,8 +34,10 @@ class _TensorFlow:
     """A training function of TensorFlow whose iterator is timed."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        from choros.training.ended_iterators import end_in_background
         from choros.training.timed_iterator import TimedIterator, loaded
 
+        end_in_background()
         self._function, self._timed, self._loaded = function, TimedIterator.of, loaded()
         self._given: Any = None
         self._iterator: Any = None

@@ -57,6 +57,7 @@ from choros.training.evaluation import repeated
 from choros.training.first_rank import FirstRankCallback, verbose_on_first_rank
 from choros.training.keras_internals.fit import (
     built_before_training,
+    epochs_of_any_length,
     flatten_metrics,
     hand_over_arrays,
     initial_epoch,
@@ -106,6 +107,10 @@ class SynchronousTraining(Training):
         self._state_owner = state_owner
         self._shard_state = shard_state
         hand_over_arrays()
+        if keras.backend.backend() == "tensorflow":
+            from choros.training.ended_iterators import end_in_background
+
+            end_in_background()
 
     def variable_created(self, variable: Any) -> None:
         """Broadcasts initial values from process 0 unless equal on all; in ``fit`` only once all variables exist.
@@ -260,7 +265,7 @@ class SynchronousTraining(Training):
         datasets.check_shared(call["x"], self._replicas)
         distributed, labels = datasets.is_distributed(call["x"]), overrides(model, "predict_step")
         first, count = self._replicas.first, self._replicas.count
-        with enter_fit():
+        with enter_fit(), epochs_of_any_length():
             outputs = repeated(lambda: predict_rows(call, first, count, distributed=distributed, needs_labels=labels))
         return shared_result(outputs)
 
