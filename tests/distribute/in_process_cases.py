@@ -154,6 +154,65 @@ def case_three_workers_train_a_model_that_is_built_by_fit():
         assert history.history["loss"][0] < losses[0]
 
 
+class Layers(keras.Model):
+    def __init__(self):
+        super().__init__()
+        seeds = [keras.initializers.GlorotUniform(seed) for seed in (1, 2)]
+        self.first, self.second = (keras.layers.Dense(3, kernel_initializer=seed) for seed in seeds)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
+def case_a_users_model_is_built_by_fit_like_on_one_device():
+    models = []
+    with cluster_of(workers=1) as strategy:
+        for scope in (nullcontext(), strategy.scope()):
+            with scope:
+                models.append(model := Layers())
+                model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            train(model)
+    assert_same(*models)
+
+
+class Steps(Layers):
+    """Two optimizers, of what its own step calls; ``traced``: the calls of that in this process."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = keras.optimizers.Adam(0.02)
+        self.traced = 0
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        self.traced += 1
+        x, y, *_ = data
+        with tf.GradientTape(persistent=True) as tape:
+            logits = self.second(self.first(x))
+            loss = self.compute_loss(y=y, y_pred=logits)
+        for layer, optimizer in ((self.first, self.optimizer), (self.second, self.other)):
+            gradients = tape.gradient(loss, layer.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+        return self.compute_metrics(x, y, logits)
+
+
+def case_a_models_own_step_is_traced_on_the_chief_for_its_first_batch_only():
+    models, logs = [], []
+    with cluster_of(workers=1) as strategy:
+        for scope in (nullcontext(), strategy.scope()):
+            with scope:
+                models.append(model := Steps())
+                loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+                model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+            logs += [train(model), model.train_on_batch(X, Y, return_dict=True), train(model, 2)]
+    alone, model = models
+    assert model.traced == 2  # TensorFlow traces a function again that has created variables
+    for one, other in zip(*map(keras.tree.flatten, (logs[:3], logs[3:])), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3)
+    assert_same(model, alone)
+
+
 def case_a_function_that_fails_leaves_the_worker_as_it_was():
     with cluster_of(workers=1, ps=1) as strategy:
         coordinator = distribute.coordinator.ClusterCoordinator(strategy)
