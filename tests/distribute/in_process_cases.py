@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import runpy
 import threading
 import time
@@ -15,6 +17,7 @@ import pytest
 
 from choros import distribute
 from choros.errors import ConfigError, EngineError
+from choros.parameter_server import closures
 from choros.parameter_server.jobs import JobServer
 from choros.parameter_server.server import Shards
 from choros.settings import current
@@ -211,6 +214,31 @@ def case_a_models_own_step_is_traced_on_the_chief_for_its_first_batch_only():
     for one, other in zip(*map(keras.tree.flatten, (logs[:3], logs[3:])), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3)
     assert_same(model, alone)
+
+
+def case_workers_trace_functions_that_the_chief_has_not():
+    import tensorflow as tf
+
+    @tf.function
+    def count(n):
+        total = tf.constant(0)
+        for i in tf.range(n):
+            total += i
+        return total
+
+    with cluster_of(workers=1, ps=1) as strategy:
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        assert coordinator.fetch(coordinator.schedule(count, (tf.constant(5),))) == 10
+
+
+def case_functions_are_sent_with_the_lines_of_cells():
+    source, file = "def double(x):\n    return 2 * x\n", "<cell>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    names = {"__name__": "__main__"}
+    exec(compile(source, file, "exec"), names)
+    sent = closures.dumps(names["double"], lambda _: None)
+    del linecache.cache[file]
+    assert inspect.getsource(closures.loads(sent, lambda _: None)) == source
 
 
 def case_a_function_that_fails_leaves_the_worker_as_it_was():
