@@ -7,7 +7,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from harness import ROOT
+from harness import ROOT, skip_if_left_out
 
 HEAVY = {"tensorflow", "torch", "jax", "keras", "grain", "mpi4py"}
 
@@ -64,3 +64,24 @@ def test_parameter_servers_and_instruments_are_loaded_only_when_used(script: str
     )
     done = subprocess.run([sys.executable, "-c", script + check], check=True, timeout=300, stdout=subprocess.PIPE)
     assert done.stdout.decode().split() == loads
+
+
+@pytest.mark.slow
+def test_another_thread_imports_tensorflow_while_a_server_begins() -> None:
+    skip_if_left_out("tensorflow")
+    script = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from choros.distribute.tf_functions import leave_unconverted
+
+def leave():
+    while "tensorflow" not in sys.modules:
+        pass
+    leave_unconverted()
+
+with ThreadPoolExecutor() as pool:
+    left = pool.submit(leave)
+    import tensorflow
+    left.result()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import runpy
 import threading
 import time
@@ -15,6 +17,7 @@ import pytest
 
 from choros import distribute
 from choros.errors import ConfigError, EngineError
+from choros.parameter_server import closures
 from choros.parameter_server.jobs import JobServer
 from choros.parameter_server.server import Shards
 from choros.settings import current
@@ -152,6 +155,90 @@ def case_three_workers_train_a_model_that_is_built_by_fit():
         assert losses[-1] < losses[0]
         history = model.fit(X, Y, batch_size=len(X), verbose=0)
         assert history.history["loss"][0] < losses[0]
+
+
+class Layers(keras.Model):
+    def __init__(self):
+        super().__init__()
+        seeds = [keras.initializers.GlorotUniform(seed) for seed in (1, 2)]
+        self.first, self.second = (keras.layers.Dense(3, kernel_initializer=seed) for seed in seeds)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
+def case_a_users_model_is_built_by_fit_like_on_one_device():
+    models = []
+    with cluster_of(workers=1) as strategy:
+        for scope in (nullcontext(), strategy.scope()):
+            with scope:
+                models.append(model := Layers())
+                model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            train(model)
+    assert_same(*models)
+
+
+class Steps(Layers):
+    """Two optimizers, of what its own step calls; ``traced``: the calls of that in this process."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = keras.optimizers.Adam(0.02)
+        self.traced = 0
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        self.traced += 1
+        x, y, *_ = data
+        with tf.GradientTape(persistent=True) as tape:
+            logits = self.second(self.first(x))
+            loss = self.compute_loss(y=y, y_pred=logits)
+        for layer, optimizer in ((self.first, self.optimizer), (self.second, self.other)):
+            gradients = tape.gradient(loss, layer.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+        return self.compute_metrics(x, y, logits)
+
+
+def case_a_models_own_step_is_traced_on_the_chief_for_its_first_batch_only():
+    models, logs = [], []
+    with cluster_of(workers=1) as strategy:
+        for scope in (nullcontext(), strategy.scope()):
+            with scope:
+                models.append(model := Steps())
+                loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+                model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+            logs += [train(model), model.train_on_batch(X, Y, return_dict=True), train(model, 2)]
+    alone, model = models
+    assert model.traced == 2  # TensorFlow traces a function again that has created variables
+    for one, other in zip(*map(keras.tree.flatten, (logs[:3], logs[3:])), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3)
+    assert_same(model, alone)
+
+
+def case_workers_trace_functions_that_the_chief_has_not():
+    import tensorflow as tf
+
+    @tf.function
+    def count(n):
+        total = tf.constant(0)
+        for i in tf.range(n):
+            total += i
+        return total
+
+    with cluster_of(workers=1, ps=1) as strategy:
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        assert coordinator.fetch(coordinator.schedule(count, (tf.constant(5),))) == 10
+
+
+def case_functions_are_sent_with_the_lines_of_cells():
+    source, file = "def double(x):\n    return 2 * x\n", "<cell>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    names = {"__name__": "__main__"}
+    exec(compile(source, file, "exec"), names)
+    sent = closures.dumps(names["double"], lambda _: None)
+    del linecache.cache[file]
+    assert inspect.getsource(closures.loads(sent, lambda _: None)) == source
 
 
 def case_a_function_that_fails_leaves_the_worker_as_it_was():

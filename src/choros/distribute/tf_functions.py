@@ -22,6 +22,7 @@ def leave_unconverted() -> None:
 
 @functools.cache
 def _add_rule() -> None:
+    import tensorflow  # noqa: F401  (waits if another thread is importing it: parts of it, imported meanwhile, deadlock)
     from tensorflow.python.autograph.core import config
 
     config.CONVERSION_RULES = (config.DoNotConvert("choros"), *config.CONVERSION_RULES)

@@ -7,14 +7,18 @@ Cloudpickle, with these exceptions::
     Keras' losses
     tf.function                                    its Python function, wrapped again by the receiver
     tensors of TensorFlow, torch and JAX           arrays, converted to tensors by the receiver
+    code                                           with the name of its file; the lines of the script and of cells go
+                                                   with it, for AutoGraph and tracebacks
 """
 
 import importlib
 import io
+import linecache
+import os
 import pickle
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, final
 
 import cloudpickle
@@ -81,6 +85,9 @@ class _Pickler(cloudpickle.Pickler):
         framework, tensor = _TENSORS.get(package, ("", ""))
         if framework and isinstance(item, getattr(sys.modules[framework], tensor)):
             return _tensor, (framework, adapter_of(item).to_host(item))
+        if isinstance(item, CodeType):
+            by_cloudpickle = cloudpickle.Pickler.dispatch_table[CodeType](item)[1]
+            return _code, (by_cloudpickle, item.co_filename, _lines_of(item.co_filename))
         if isinstance(item, ModuleType) and sys.modules.get(item.__name__) is item:
             return importlib.import_module, (item.__name__,)  # such as torch.ops, an instance of its own class
         if "keras" in sys.modules and not isinstance(item, type):
@@ -98,6 +105,19 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, reference: Reference) -> Any:
         return self.resolve(reference)
+
+
+def _lines_of(file: str) -> list[str]:
+    """The lines of a file that the receiver may lack, as the script and cells of a notebook."""
+    entry: tuple[Any, ...] = linecache.cache.get(file, ())
+    is_cell = len(entry) > 1 and entry[1] is None
+    return linecache.getlines(file) if is_cell or file == getattr(sys.modules["__main__"], "__file__", None) else []
+
+
+def _code(by_cloudpickle: tuple[Any, ...], file: str, lines: list[str]) -> CodeType:
+    if lines and not os.path.exists(file):
+        linecache.cache[file] = sum(map(len, lines)), None, lines, file
+    return CodeType(*by_cloudpickle).replace(co_filename=file)
 
 
 def _tensor(framework: str, host: Any) -> Any:

@@ -36,6 +36,7 @@ from choros.training.keras_internals.models import (
     note_trained_variables,
     trained_variables,
 )
+from choros.training.thread import thread
 
 Array = NDArray[Any]
 _ATTRIBUTE = "_choros_remote_optimizer"
@@ -140,6 +141,8 @@ class RemoteOptimizer:
 
     def update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Sends gradients to the servers and assigns the new values; works in compiled functions too."""
+        if thread.tracing_step:
+            return
         if self.slots is not None:
             raise StrategyError(
                 "an optimizer created in the scope of ParameterServerStrategy was applied on the chief, which only "

@@ -73,13 +73,15 @@ class ScopeObjects:
         return self._compiled[number][1] if number in self._compiled else None
 
     def models(self) -> Iterator[tuple[int, Any]]:
-        """Yields the fully built models with their numbers."""
+        """Yields the fully built models with their numbers; one without ``build`` has only its layers' weights."""
         import keras
 
         from choros.training.keras_internals.models import layers_of
 
         for number, item in sorted(self._created.items()):
-            if isinstance(item, keras.Model) and all(layer.built for layer in layers_of(item)):
+            if isinstance(item, keras.Model) and all(
+                layer.built or type(layer).build is keras.Layer.build for layer in layers_of(item)
+            ):
                 yield number, item
 
     def loss_scales(self) -> Iterator[tuple[int, Any]]:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, final
+from weakref import WeakSet
 
 import keras
 
@@ -29,6 +30,7 @@ from choros.parameter_server.worker import Worker
 from choros.training.keras_internals.fit import jax_state, pythonify_logs
 from choros.training.keras_internals.models import build_from_batch
 from choros.training.replaced import replaced
+from choros.training.thread import doing
 
 #: Scheduled batches per worker: one being trained on, one waiting.
 _BATCHES_PER_WORKER = 2
@@ -42,6 +44,8 @@ class ServerTraining(Training):
 
     def __init__(self, role: Chief | Worker) -> None:
         self._role = role
+        #: The models that have all that they train with, as they are compiled.
+        self._built: WeakSet[Any] = WeakSet()
 
     def optimizer_created(self, optimizer: Any) -> None:
         """Patches the optimizer: the servers apply its gradients."""
@@ -65,13 +69,14 @@ class ServerTraining(Training):
     def compile(self, model: Any, call: KerasCall) -> None:
         """Keras' own ``compile``; workers compile their copies in the same way."""
         call.run()
+        self._built.discard(model)
         if not self._role.serving:
             self._role.objects.add_compile(model, call)
 
     def fit(self, model: Any, call: KerasCall) -> Any:
         """Keras' own loop, with its batches scheduled on the workers."""
         chief = self._role.chief()
-        training = _CoordinatedTraining(model, chief)
+        training = _CoordinatedTraining(model, chief, self._built)
         attributes = {
             "train_function": training.train_function(),
             "make_train_function": lambda *_, **__: None,
@@ -110,8 +115,9 @@ class ServerTraining(Training):
 class _CoordinatedTraining:
     """A model's training: its function schedules batches, and its metrics wait for all of them."""
 
-    def __init__(self, model: Any, chief: Chief) -> None:
+    def __init__(self, model: Any, chief: Chief, built: WeakSet[Any]) -> None:
         self._model = model
+        self._built = built
         self._chief = chief
         self._results = model.get_metrics_result
         self._pending: deque[Future[Any]] = deque()
@@ -143,7 +149,9 @@ class _CoordinatedTraining:
 
     def _schedule(self, batch: Any) -> dict[str, Any]:
         """Schedules a batch; returns the latest logs, and waits only if there are none yet."""
-        build_from_batch(self._model, batch)
+        if self._model not in self._built:
+            _build(self._model, batch)
+            self._built.add(self._model)
         arguments = (self._chief.session, self._model, batch)
         limit = _BATCHES_PER_WORKER * self._chief.workers
         self._pending.append(self._chief.schedule(train_on, arguments, {}, limit))
@@ -164,8 +172,9 @@ class _CoordinatedTraining:
 
 def train_on(session: ServerSession, model: Any, batch: Any) -> dict[str, float]:
     """On a worker: runs Keras' own training step; returns its logs."""
-    build_from_batch(model, batch)
-    session.pull()  # Variables that were just built have this process's initial values.
+    if model.train_function is None:  # since it was compiled
+        _build(model, batch)
+        session.pull()  # Variables that were just built have this process's initial values.
     if keras.backend.backend() == "tensorflow":
         model.jit_compile = False  # XLA cannot call Python.
     model.steps_per_execution = 1
@@ -181,6 +190,11 @@ def train_on(session: ServerSession, model: Any, batch: Any) -> dict[str, float]
             logs, new = model.train_function(state, iter([batch]))
             _assign(model, new)
     return dict(pythonify_logs(logs))
+
+
+def _build(model: Any, batch: Any) -> None:
+    with doing("tracing_step"):
+        build_from_batch(model, batch)
 
 
 def _assign(model: Any, state: Any) -> None:

@@ -31,9 +31,19 @@ from choros.training.replaced import derived, replaced
 AnyVariable = Variable
 
 _TRACKED = ("_layers", "_trainable_variables", "_non_trainable_variables")
-#: Attributes that Keras sets in ``fit``, ``evaluate`` and ``predict``.
+#: Attributes that Keras sets in ``fit``, ``evaluate`` and ``predict``, and methods that the chief of parameter servers
+#: replaces in ``fit``.
 _LATE_ATTRIBUTES = frozenset(
-    ("_eval_epoch_iterator", "_jax_state", "history", "stop_evaluating", "stop_predicting", "stop_training")
+    (
+        "_eval_epoch_iterator",
+        "_jax_state",
+        "get_metrics_result",
+        "history",
+        "make_train_function",
+        "stop_evaluating",
+        "stop_predicting",
+        "stop_training",
+    )
 )
 #: The mark of models that ``fit`` has built from a batch.
 BUILT = "_choros_built"
