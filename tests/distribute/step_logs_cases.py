@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
+import choros
 from choros import distribute
 from choros.errors import ConfigError, StrategyError
 from ranks.reference import of_one_rank
@@ -42,7 +44,7 @@ class Own(keras.Model):
         return {"loss": loss, "twice": 2 * loss}
 
 
-def made(kind: type[keras.Model] = keras.Model, **given: Any) -> keras.Model:
+def made(kind: Callable[..., keras.Model] = keras.Model, **given: Any) -> keras.Model:
     keras.utils.set_random_seed(1)
     x = keras.Input((3,))
     model = kind(x, keras.layers.Dense(1)(x))
@@ -315,6 +317,34 @@ def case_the_result_of_a_metric_in_a_compiled_function() -> None:
     metric.update_state([1.0], [2.0])
     with pytest.raises(StrategyError, match="'mean_absolute_error' was read in a compiled function"):
         tf.function(metric.result)()
+
+
+class WithQueue(Own):
+    """Keeps the last rows that it has seen, and a mean of them."""
+
+    def __init__(self, *given: Any, aggregation: str = "none") -> None:
+        super().__init__(*given)
+        self.last = keras.Variable(np.ones((4, 3), "float32"), trainable=False, aggregation=aggregation, name="last")
+        self.mean = keras.Variable(np.ones(3, "float32"), trainable=False, name="mean")
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        rows = keras.ops.cast(data[0], "float32")[:4]
+        self.last.assign(rows)
+        self.mean.assign(keras.ops.mean(rows, axis=0))
+        return super().train_step(data)
+
+
+def case_a_queue_of_rows_is_warned_of(caplog) -> None:
+    for aggregation in ("none", "only_first_replica"):
+        with distribute.MirroredStrategy().scope():
+            model = made(partial(WithQueue, aggregation=aggregation))
+        fit(model)
+        last = keras.ops.convert_to_numpy(model.last)
+        expected = X[12:16] if aggregation != "none" else (X[12:16] + X[18:22]) / 2
+        np.testing.assert_allclose(last, expected, rtol=1e-5)
+    said = [each.message for each in caplog.records if "queue of rows" in each.message]
+    assert len(said) == (choros.rank() == 0)
+    assert all("'last'" in each for each in said)
 
 
 class OfTorch(Own):

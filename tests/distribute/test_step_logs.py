@@ -15,6 +15,7 @@ ON_SOME = {
     "case_predictions_of_padded_batches_and_text": "tensorflow",
     "case_predictions_of_sparse_rows_say_nothing": "tensorflow",
     "case_the_result_of_a_metric_in_a_compiled_function": "tensorflow",
+    "case_a_queue_of_rows_is_warned_of": "tensorflow torch",
     "case_a_predict_step_that_needs_labels": "tensorflow torch",
 }
 

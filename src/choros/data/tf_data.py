@@ -213,7 +213,8 @@ def rows_of(batch: Any, first: Any, count: Any, local: int) -> Any:
 
     def of(leaf: Any) -> Any:
         share, remainder = count_rows(leaf) // count, count_rows(leaf) % count
-        return slice_rows(leaf, *(replica * share + tf.minimum(replica, remainder) for replica in (first, first + local)))
+        ends = (replica * share + tf.minimum(replica, remainder) for replica in (first, first + local))
+        return slice_rows(leaf, *ends)
 
     return tf.nest.map_structure(of, batch)
 

@@ -137,16 +137,17 @@ def _average(statistics: Sequence[Any]) -> None:
     average_variables(statistics)
 
 
-def average_variables(variables: Sequence[Any]) -> None:
+def average_variables(variables: Sequence[Any]) -> list[float]:
     """Assigns the mean of the processes' values to ``variables`` of Keras, on each process; to counters of steps, of
-    which a process without rows in some has counted fewer, their maximum.
+    which a process without rows in some has counted fewer, their maximum. Returns how far the values of this process
+    were from the means, as a part of their size.
     """
     from choros.training.keras_internals.models import local_value
 
     values = [local_value(variable) for variable in variables]
     own = [adapter_of(value).to_host(value) for value in values]
     if not own:
-        return
+        return []
     means = global_process_set.communicator.grouped_allreduce(own, name="statistics")
     numbers = [index for index, each in enumerate(own) if each.ndim == 0]
     if numbers:
@@ -154,8 +155,14 @@ def average_variables(variables: Sequence[Any]) -> None:
         largest = global_process_set.communicator.allreduce(np.array(values_and_parts), Reduction.MAX, name="counters")
         for index, (value, part) in zip(numbers, largest, strict=True):
             means[index] = means[index].dtype.type(value) if part == 0 else means[index]  # whole numbers on all
-    for variable, mean in zip(variables, means, strict=True):
+    distances = [_size(each - mean) / (_size(each) or 1.0) for each, mean in zip(own, means, strict=True)]
+    for variable, mean in zip(variables, means, strict=True):  # on PyTorch, these are the arrays of ``own``
         variable.assign(mean)
+    return distances
+
+
+def _size(array: Any) -> float:
+    return float(np.linalg.norm(array.astype(np.float64)))
 
 
 def share_equally(model: Any) -> None:

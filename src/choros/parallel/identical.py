@@ -29,7 +29,7 @@ Array = NDArray[Any]
 _ROUNDING = 8
 
 _OF_ROUNDING = (
-    "Rounding on different processors does that, a step that assigns trained variables itself, or a bit that was flipped."
+    "Rounding on different processors does that, a step that assigns trained variables itself, or a flipped bit."
 )
 
 _log = logging.getLogger("choros")
