@@ -118,15 +118,20 @@ def rows_differ() -> bool:
 
 def cut(batch: Any, start: int, end: int) -> Any:
     """Returns the rows ``start … end - 1`` of every array of ``batch``; ``None`` stays ``None``."""
+    return map_structure(lambda leaf: slice_rows(leaf, start, end), batch)
 
-    def of(leaf: Any) -> Any:
-        if type(leaf).__name__ != "SparseTensor":
-            return leaf[start:end]
-        from choros.data.tf_data import slice_rows
 
-        return slice_rows(leaf, start, end)
+def slice_rows(leaf: Any, start: Any, end: Any) -> Any:
+    """Returns rows ``start … end - 1`` of an array, also of a ragged or sparse tensor of TensorFlow."""
+    if type(leaf).__name__ != "SparseTensor":
+        return leaf[start:end]
+    import tensorflow as tf
 
-    return map_structure(of, batch)
+    rest = leaf.dense_shape[1:]
+    first, number = (tf.cast(each, tf.int64)[None] for each in (start, end - start))
+    rows = tf.sparse.slice(leaf, tf.concat([first, tf.zeros_like(rest)], 0), tf.concat([number, rest], 0))
+    rows.set_shape([None, *leaf.shape[1:]])
+    return rows
 
 
 def check_global_batch(rows: int, replicas: int, advice: str = "") -> None:

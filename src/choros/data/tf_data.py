@@ -14,7 +14,7 @@ from choros.comm import global_process_set
 from choros.data.data_kind import DataKind
 from choros.data.epochs import EpochData, FixedData, StreamData
 from choros.data.plan import OPEN, ShardBatches
-from choros.data.rows import Part, Sharding, batch_counts, check_global_batch, note_rows, order_of
+from choros.data.rows import Part, Sharding, batch_counts, check_global_batch, note_rows, order_of, slice_rows
 from choros.data.tf_auto_shard import (
     AutoShardPolicy,
     chain,
@@ -217,17 +217,6 @@ def rows_of(batch: Any, first: Any, count: Any, local: int) -> Any:
         return slice_rows(leaf, *ends)
 
     return tf.nest.map_structure(of, batch)
-
-
-def slice_rows(leaf: Any, start: Any, end: Any) -> Any:
-    """Returns rows ``start … end - 1`` of a tensor, a ragged tensor or a sparse one."""
-    if not isinstance(leaf, tf.SparseTensor):
-        return leaf[start:end]
-    rest = leaf.dense_shape[1:]
-    first, number = (tf.cast(each, tf.int64)[None] for each in (start, end - start))
-    rows = tf.sparse.slice(leaf, tf.concat([first, tf.zeros_like(rest)], 0), tf.concat([number, rest], 0))
-    rows.set_shape([None, *leaf.shape[1:]])
-    return rows
 
 
 def count_examples(batches: Any) -> tuple[int, int] | None:
