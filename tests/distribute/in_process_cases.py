@@ -11,14 +11,17 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import cloudpickle
 import keras
 import numpy as np
 import pytest
 
 from choros import distribute
+from choros.arrays import framework_adapter
 from choros.errors import ConfigError, EngineError
 from choros.parameter_server import closures
 from choros.parameter_server.jobs import JobServer
+from choros.parameter_server.placement import Rows, Shard
 from choros.parameter_server.server import Shards
 from choros.settings import current
 from harness import free_port
@@ -214,6 +217,47 @@ def case_a_models_own_step_is_traced_on_the_chief_for_its_first_batch_only():
     for one, other in zip(*map(keras.tree.flatten, (logs[:3], logs[3:])), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3)
     assert_same(model, alone)
+
+
+IDS = np.random.default_rng(0).integers(0, 20, size=(48, 5))  # several of one row in a batch
+
+
+def embedding(**arguments):
+    seeds = [keras.initializers.GlorotUniform(seed) for seed in (1, 2)]
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            keras.layers.Embedding(20, 8, embeddings_initializer=seeds[0]),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1, kernel_initializer=seeds[1]),
+        ]
+    )
+    model.compile(keras.optimizers.Adagrad(0.1, **arguments), "mse")
+    return model
+
+
+@pytest.mark.parametrize("arguments", [{}, {"global_clipnorm": 0.1}, {"gradient_accumulation_steps": 2}], ids=str)
+def case_embeddings_like_on_one_device(arguments):
+    models = []
+    with cluster_of(workers=1) as strategy:
+        for scope in (nullcontext(), strategy.scope()):
+            with scope:
+                models.append(model := embedding(**arguments))
+            model.fit(IDS, IDS.mean(1) / 20, batch_size=12, shuffle=False, verbose=0)
+    assert_same(*models)
+
+
+def case_a_servers_compiled_update_takes_any_number_of_rows():
+    alone, shards = keras.Variable(np.ones((4, 2), "float32")), Shards()
+    shards.assign({Shard((0, 0)): np.ones((4, 2), "float32")})
+    recipe = cloudpickle.dumps((keras.optimizers.Adam, {"learning_rate": 0.1}))
+    shards.register(1, recipe, {(0, 0): (True, None)})
+    optimizer = keras.optimizers.Adam(0.1)
+    for indices in ([2, 2, 0], [1], [], [3, 3]):
+        rows = Rows(np.array(indices, "int32"), np.ones((len(indices), 2), "float32"))
+        _, changed = shards.push(1, {Shard((0, 0)): rows}, None, 0)
+        optimizer.apply([framework_adapter("tensorflow").from_rows(rows.indices, rows.values, (4, 2))], [alone])
+        np.testing.assert_allclose(changed[Shard((0, 0))], alone.numpy(), rtol=1e-6)
 
 
 def case_workers_trace_functions_that_the_chief_has_not():

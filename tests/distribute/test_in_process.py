@@ -6,6 +6,7 @@ from harness import FRAMEWORKS, Job, case_names, check_case, on
 
 JOBS = [Job(1, framework, hidden=() if framework == "tensorflow" else ("tensorflow",)) for framework in FRAMEWORKS]
 OF_TENSORFLOW = [
+    "case_a_servers_compiled_update_takes_any_number_of_rows",
     "case_workers_trace_functions_that_the_chief_has_not",
     "case_the_tutorial_of_tensorflow",
     "case_a_models_own_step_is_traced_on_the_chief_for_its_first_batch_only",

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec, framework_adapter
 from choros.errors import ConfigError, StrategyError
-from choros.parameter_server.placement import VariableKey
+from choros.parameter_server.placement import Rows, VariableKey
 from choros.parameter_server.recipes import current_rate, follows_schedule, optimizer_config
 from choros.parameter_server.scope_objects import ScopeObjects
 from choros.parameter_server.session import ServerSession
@@ -159,18 +159,32 @@ class RemoteOptimizer:
         # A batch that is only accumulated leaves the values unchanged.
         values = [variable.value for variable in variables] if steps > 1 else []
 
+        framework = keras.backend.backend()
+        adapter = framework_adapter(framework)
+        # Keras' sums of batches are dense.
+        as_rows = framework == "tensorflow" and steps == 1
+        rows = [adapter.rows_of(gradient) if as_rows else None for gradient in gradients]
+        indices = [each[0] for each in rows if each]
+        gradients = [each[1] if each else gradient for each, gradient in zip(rows, gradients, strict=True)]
+
         def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
             now, *arrays = hosts
-            grads, current = arrays[: len(variables)], arrays[len(variables) :]
+            grads, others = arrays[: len(variables)], arrays[len(variables) :]
+            current, rows_of = others[len(indices) :], iter(others)
             mean = self._accumulator.add(grads)  # type: ignore[union-attr]
             if mean is None:
                 return [np.array(value) for value in current]
             self._register(session)
-            return session.push(self.number, variables, clip(mean, *limits), None if scheduled else float(now))
+            # Keras, too, clips the rows of sparse gradients as they are; after the global norm, they are dense.
+            clipped = zip(rows, clip(mean, *limits), strict=True)
+            pushed = [Rows(next(rows_of), each) if row else each for row, each in clipped]
+            if optimizer.global_clipnorm:
+                pushed = [each.summed() if isinstance(each, Rows) else each for each in pushed]
+            return session.push(self.number, variables, pushed, None if scheduled else float(now))
 
         outputs = [ArraySpec(tuple(v.shape), np.dtype(v.dtype)) for v in variables]
-        adapter = framework_adapter(keras.backend.backend())
-        inputs = [keras.ops.convert_to_tensor(rate, "float32"), *map(keras.ops.convert_to_tensor, gradients), *values]
+        tensors = map(keras.ops.convert_to_tensor, (*gradients, *indices))
+        inputs = [keras.ops.convert_to_tensor(rate, "float32"), *tensors, *values]
         for variable, value in zip(variables, adapter.host_call(on_host, inputs, outputs), strict=True):
             variable.assign(value)
 

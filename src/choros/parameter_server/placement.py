@@ -49,6 +49,34 @@ class Shard:
     end: int | None = None
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A sparse gradient of a variable, or of a slice of it, whose rows it numbers from 0; not summed by index.
+
+    >>> Rows(np.array([4, 1, 4]), np.array([[1.0], [2.0], [3.0]]))[3:6]
+    Rows(indices=array([1, 1]), values=array([[1.],
+           [3.]]))
+    """
+
+    indices: Array
+    values: Array
+
+    def __getitem__(self, rows: slice) -> Rows:
+        inside = (rows.start <= self.indices) & (self.indices < rows.stop)
+        return Rows(self.indices[inside] - rows.start, self.values[inside])
+
+    def summed(self) -> Rows:
+        """Returns the sums of the rows of each index.
+
+        >>> Rows(np.array([4, 1, 4]), np.array([1.0, 2.0, 3.0])).summed()
+        Rows(indices=array([1, 4]), values=array([2., 4.]))
+        """
+        indices, places = np.unique(self.indices, return_inverse=True)
+        values = np.zeros((len(indices), *self.values.shape[1:]), self.values.dtype)
+        np.add.at(values, places, self.values)
+        return Rows(indices, values)
+
+
 #: Where variables are: of each, its shards in the order of rows, with the number of their server.
 Placement = Mapping[VariableKey, tuple[tuple[int, Shard], ...]]
 
@@ -88,9 +116,9 @@ def place_slots(slots: Iterable[SlotKey], placement: Placement, servers: int) ->
     }
 
 
-def split(values: Mapping[VariableKey, Array], placement: Placement) -> dict[int, dict[Shard, Array]]:
+def split(values: Mapping[VariableKey, Any], placement: Placement) -> dict[int, dict[Shard, Any]]:
     """Splits ``values`` into the shards of the servers that store any of them."""
-    parts: dict[int, dict[Shard, Array]] = {}
+    parts: dict[int, dict[Shard, Any]] = {}
     for key, value in values.items():
         for server, shard in placement[key]:
             part = value if shard.end is None else value[shard.begin : shard.end]

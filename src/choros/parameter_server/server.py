@@ -13,7 +13,7 @@ from choros.errors import ConfigError
 from choros.parameter_server.cluster import CHIEF, this_process
 from choros.parameter_server.jobs import JobServer
 from choros.parameter_server.messages import Changed, Hello, Updated
-from choros.parameter_server.placement import Shard, SlotKey
+from choros.parameter_server.placement import Rows, Shard, SlotKey
 from choros.parameter_server.scope_objects import host
 from choros.parameter_server.slots import Slots
 from choros.training.keras_internals.models import exclude_from_weight_decay, trained_variables
@@ -66,7 +66,7 @@ class Shards:
         with self._lock:
             return self._since(known, slots=slots)
 
-    def push(self, number: int, gradients: Mapping[Shard, Array], learning_rate: float | None, known: int) -> Changed:
+    def push(self, number: int, gradients: Mapping[Shard, Any], learning_rate: float | None, known: int) -> Changed:
         """Applies gradients, accumulated and clipped; no ``learning_rate`` with a schedule; returns as ``pull``."""
         with self._lock:
             optimizer = self._optimizers[number]
@@ -122,13 +122,21 @@ class _Optimizer:
         self.slots = {_slot(number, index, shards.get(id(variable))): slot for index, variable, slot in slots}
         self._update = _update_of(optimizer, compiled)
 
-    def apply(self, gradients: Mapping[Shard, Array], learning_rate: float | None) -> None:
+    def apply(self, gradients: Mapping[Shard, Any], learning_rate: float | None) -> None:
         import keras
 
         if learning_rate is not None:
             self._optimizer.learning_rate = learning_rate
         convert = keras.ops.convert_to_tensor
-        self._update([convert(gradients[shard]) if shard in gradients else None for shard in self._shards])
+
+        def tensors(gradient: Any) -> Any:
+            return (
+                (convert(gradient.values), convert(gradient.indices))
+                if isinstance(gradient, Rows)
+                else convert(gradient)
+            )
+
+        self._update([tensors(gradients[shard]) if shard in gradients else None for shard in self._shards])
 
     def average(self) -> Sequence[Shard]:
         self._optimizer.finalize_variable_values(self._variables)
@@ -146,13 +154,22 @@ def _update_of(optimizer: Any, compiled: bool) -> Callable[[list[Any]], None]:
     import keras
 
     framework = keras.backend.backend()
-    if not compiled and framework != "torch":
+    if not compiled and framework == "jax":
         return optimizer.apply  # type: ignore[no-any-return]
     match framework:
         case "tensorflow":
             import tensorflow as tf
 
-            return tf.function(optimizer.apply, autograph=False)  # type: ignore[no-any-return]
+            def apply(gradients: list[Any]) -> None:
+                pairs = zip(gradients, trained_variables(optimizer), strict=True)
+                optimizer.apply(
+                    [
+                        tf.IndexedSlices(*each, tf.shape(v.value)) if isinstance(each, tuple) else each
+                        for each, v in pairs
+                    ]
+                )
+
+            return tf.function(apply, autograph=False, reduce_retracing=True) if compiled else apply
         case "jax":
             import jax
 

@@ -25,6 +25,7 @@ from choros.parameter_server.messages import Changed, Updated
 from choros.parameter_server.placement import (
     Partition,
     Placement,
+    Rows,
     Shard,
     SlotKey,
     VariableKey,
@@ -115,7 +116,7 @@ class ServerSession:
             self._variables[key].assign(value)
 
     def push(
-        self, optimizer: int, variables: Sequence[Any], gradients: Sequence[Array], learning_rate: float | None
+        self, optimizer: int, variables: Sequence[Any], gradients: Sequence[Array | Rows], learning_rate: float | None
     ) -> list[Array]:
         """Has the servers' optimizer apply gradients; returns the new values of the variables."""
         keys = [self.key_of(variable) for variable in variables]
