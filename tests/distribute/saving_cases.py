@@ -90,6 +90,12 @@ def writers(write) -> list[bool]:
     return allgather_object(Watched.serialised > before)
 
 
+def case_the_first_process_is_said_to_write():
+    extended = strategy().extended
+    assert extended.should_checkpoint == extended.should_save_summary == (choros.rank() == 0)
+    assert not extended.experimental_require_static_shapes
+
+
 def case_a_file_is_complete_while_it_is_written_again(monkeypatch):
     path = directory()
     with strategy().scope():

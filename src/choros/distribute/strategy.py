@@ -285,6 +285,21 @@ class StrategyExtended:
         """Tells TensorFlow that variables are updated in replica context."""
         return False
 
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints: the first one; files of models are written once in any case."""
+        return self._strategy.replicas.first == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries: the first one."""
+        return self._strategy.replicas.first == 0
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether data must have static shapes: no."""
+        return False
+
     def variable_created_in_scope(self, v: Any) -> bool:
         """Whether the Keras variable ``v`` was created in this strategy's scope."""
         return strategy_of(v) is self._strategy
