@@ -1,4 +1,4 @@
-"""Channels: authenticated connections between two processes of a job that send Python objects.
+"""Channels: authenticated connections between two processes of a job that send Python objects; and their listeners.
 
 ::
 
