@@ -108,10 +108,8 @@ def _scatter_together(members: Members, arrays: list[Array], op: Reduction) -> l
     dtype, size, working = arrays[0].dtype, members.size, working_dtype(arrays[0].dtype)
     shares = [[array[slice(*shard_range(len(array), rank, size))] for array in arrays] for rank in range(size)]
     results = [np.empty(rows.shape, dtype) for rows in shares[members.rank]]
-    flats, targets = (
-        [[flat_items(rows) for rows in share] for share in shares],
-        [flat_items(result) for result in results],
-    )
+    flats = [[flat_items(rows) for rows in share] for share in shares]
+    targets = [flat_items(result) for result in results]
     scatter_shares(members, flats, working, working_op(dtype, op), targets, writer(op, size))
     return results
 

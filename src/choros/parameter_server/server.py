@@ -130,11 +130,9 @@ class _Optimizer:
         convert = keras.ops.convert_to_tensor
 
         def tensors(gradient: Any) -> Any:
-            return (
-                (convert(gradient.values), convert(gradient.indices))
-                if isinstance(gradient, Rows)
-                else convert(gradient)
-            )
+            if isinstance(gradient, Rows):
+                return convert(gradient.values), convert(gradient.indices)
+            return convert(gradient)
 
         self._update([tensors(gradients[shard]) if shard in gradients else None for shard in self._shards])
 
@@ -161,13 +159,11 @@ def _update_of(optimizer: Any, compiled: bool) -> Callable[[list[Any]], None]:
             import tensorflow as tf
 
             def apply(gradients: list[Any]) -> None:
-                pairs = zip(gradients, trained_variables(optimizer), strict=True)
-                optimizer.apply(
-                    [
-                        tf.IndexedSlices(*each, tf.shape(v.value)) if isinstance(each, tuple) else each
-                        for each, v in pairs
-                    ]
-                )
+                applied = [
+                    tf.IndexedSlices(*each, tf.shape(variable.value)) if isinstance(each, tuple) else each
+                    for each, variable in zip(gradients, trained_variables(optimizer), strict=True)
+                ]
+                optimizer.apply(applied)
 
             return tf.function(apply, autograph=False, reduce_retracing=True) if compiled else apply
         case "jax":

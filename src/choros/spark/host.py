@@ -83,7 +83,7 @@ def _show(text: str) -> None:
 def _run(
     job: SparkJob, machines: tuple[Machine, ...], answer: Callable[[int], None], end: Callable[[], NoReturn]
 ) -> Returned:
-    """Runs the job, whose results or failure the driver gets through the task; ``answer`` tells that the hub's port."""
+    """Runs the job, whose results the driver gets through the task; ``answer`` gives that the port of its hub."""
     try:
         driver = connect(job.driver, job_key(os.environ, [job.driver]), "task 0", DRIVER, durations.CONNECT)
         driver.send(STARTED)

@@ -79,9 +79,8 @@ class KerasEstimator(RowsEstimator):
         }
         env = {**plan.env, "KERAS_BACKEND": keras.backend.backend()}
         commits = plan.store.commits(plan.run_id)
-        weights, history, widths = plan.backend.run(train, (plan, rows, held_out), given, env=env, commit_dir=commits)[
-            0
-        ]
+        results = plan.backend.run(train, (plan, rows, held_out), given, env=env, commit_dir=commits)
+        weights, history, widths = results[0]
         trained = loaded(given["model"], objects)
         trained.set_weights(weights)
         return KerasModel(

@@ -279,7 +279,7 @@ def gloo_group(store: dist.Store, rank: int, size: int, address: str, seconds: f
     names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     ends = [{"interface": name} for name in names if name] or [{"hostname": address}]
     options = dist.ProcessGroupGloo._Options()
-    # Gloo lets in whoever comes first. Between hosts, nothing says who that was.
+    # Gloo lets in the first that comes. Between hosts, nothing says which process that was.
     with translated("connecting the ranks"), connections_of_this_user():
         options._devices = [dist.ProcessGroupGloo.create_device(**end) for end in ends]
         options._timeout = timedelta(seconds=seconds)
