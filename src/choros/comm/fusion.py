@@ -221,8 +221,7 @@ class FusedExchange:
                 concatenate_scaled(chunk.parts(flats), message, before)
             else:
                 pack(flats, chunk, message)
-                if before != 1.0:
-                    scale_into(message, message, before)
+                scale_into(message, message, before)
 
         def write(message: Array, target: Array) -> None:
             scale_into(target, message, after)

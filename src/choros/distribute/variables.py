@@ -159,9 +159,8 @@ def average_variables(variables: Sequence[Any]) -> None:
         largest = global_process_set.communicator.allreduce(np.array(values_and_parts), Reduction.MAX, name="counters")
         for index, (value, part) in zip(numbers, largest, strict=True):
             means[index] = means[index].dtype.type(value) if part == 0 else means[index]  # whole numbers on all
-    is_first = global_process_set.communicator.rank == 0
     for variable, each, mean in zip(variables, own, means, strict=True):
-        if is_first and each.ndim > 1 and _size(each - mean) > _APART * (_size(each) or 1.0):
+        if each.ndim > 1 and global_process_set.rank() == 0 and _size(each - mean) > _APART * (_size(each) or 1.0):
             _warn_of_rows(variable.path)
         variable.assign(mean)  # on PyTorch, to the memory of ``each``
 
