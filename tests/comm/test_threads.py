@@ -2,9 +2,9 @@
 
 import pytest
 
-from choros.comm import Communicator
+from choros.comm import Communicator, Request
 from choros.comm.engines.threads import run_threads
-from choros.errors import EngineError
+from choros.errors import EngineError, MismatchError
 
 
 def test_results_are_in_the_order_of_the_ranks() -> None:
@@ -26,3 +26,17 @@ def test_error_of_one_rank_releases_the_others_and_is_the_one_that_is_raised(spl
 
     with pytest.raises(ZeroDivisionError):
         run_threads(rank_main, 2)
+
+
+def test_a_rank_that_is_interrupted_while_data_move_cannot_communicate() -> None:
+    def rank_main(communicator: Communicator) -> None:
+        def interrupted() -> None:
+            communicator.agree(Request("ours"))
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            communicator.atomic(interrupted)
+        with pytest.raises(MismatchError, match=r"ours.* was interrupted on this rank, which cannot communicate"):
+            communicator.barrier()
+
+    run_threads(rank_main, 2)

@@ -594,6 +594,7 @@ def case_devices_by_name():
     assert chosen.num_replicas_in_sync == 2
     replica = chosen.run(lambda: context().replica_id_in_sync_group)
     assert [value.devices() for value in replica.values] == [{jax.devices()[1]}, {jax.devices()[0]}]
+    assert chosen.extended.worker_devices == (str(jax.devices()[1]), str(jax.devices()[0]))
     for names in (["gpu:0", "cpu:0"], ["cpu:0", "/cpu:0"], ["processor"]):
         with pytest.raises(ConfigError, match=r"cpu:"):
             device_replicas.local_devices(names)

@@ -49,6 +49,7 @@ def case_run_calls_the_function():
     x = keras.ops.convert_to_tensor(np.arange(6.0, dtype="float32").reshape(3, 2))
     rows, total = on.run(step, args=(x,))
     assert "cpu" in device_of(rows)
+    assert [device_of(rows)] == [each.lower() for each in on.extended.parameter_devices]
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(rows), np.arange(6.0).reshape(3, 2))
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(total), [6, 9])
     assert float(on.reduce("MEAN", x, axis=0)[0]) == 2

@@ -347,6 +347,15 @@ def case_a_queue_of_rows_is_warned_of(caplog) -> None:
     assert all("'last'" in each for each in said)
 
 
+def case_a_queue_of_rows_in_a_loop_is_warned_of(caplog) -> None:
+    here = distribute.MirroredStrategy()
+    with here.scope():
+        rows = keras.Layer().add_weight(shape=(2, 3), name="rows_of_loop", trainable=False)
+    here.run(lambda: rows.assign(np.full((2, 3), choros.rank() + 1.0)))
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(rows), np.full((2, 3), 1.5))
+    assert [each.message.split("'")[1] for each in caplog.records] == [rows.path] * (choros.rank() == 0)
+
+
 class OfTorch(Own):
     """Updates with an optimizer of PyTorch, which knows nothing of other replicas."""
 

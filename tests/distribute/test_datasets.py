@@ -56,3 +56,11 @@ def test_fit_on_local_replicas_gets_the_whole_batch() -> None:
 def test_parts_cover_all_rows_once(rows: int, count: int, local: int) -> None:
     parts = [Part(first, count, local).range(rows) for first in range(0, count, local)]
     assert [row for start, end in parts for row in range(start, end)] == list(range(rows))
+
+
+def test_the_fields_of_protobufs_may_have_another_order() -> None:
+    one, other, changed = (
+        datasets._sample(np.array([row])) for row in (b"\n\x01a\n\x01/", b"\n\x01/\n\x01a", b"\n\x01b\n\x01/")
+    )
+    np.testing.assert_array_equal(one, other)
+    assert (one != changed).any()

@@ -69,3 +69,9 @@ def test_scaling_is_done_in_the_wider_dtype() -> None:
     # In float16 the sum of the ranks' 60000 would be infinite.
     exchange = Compression.fp16.exchange(LocalCommunicator(), (((2,), FLOAT32),), [[0]])
     assert exchange.sum([np.array([120000, 6e4], np.float32)], 0.5, 2.0)[0].tolist() == [120000, 60000]
+
+
+@pytest.mark.parametrize("factors", [(1 / 11, 1.0), (1.0, 1 / 11)])
+def test_factors_are_not_rounded_to_float16(factors: tuple[float, float]) -> None:
+    exchange = Compression.none.exchange(LocalCommunicator(), (((3,), FLOAT16),), [[0]])
+    assert exchange.sum([np.array([11, 22, 44], np.float16)], *factors)[0].tolist() == [1, 2, 4]

@@ -356,6 +356,18 @@ def case_zero_grad_and_backward_in_the_wrong_order() -> None:
         loss_of(model, parts()[0]).backward()
 
 
+@with_and_without_overlap
+def case_two_optimizers_of_the_same_parameters() -> None:
+    model = build()
+    optimizers = [hvd.DistributedOptimizer(SGD(model.parameters())) for _ in range(2)]
+    loss_of(model, parts()[0]).backward()
+    optimizers[1].step()
+    with pytest.raises(ConfigError, match="Another DistributedOptimizer of these parameters"):
+        loss_of(model, parts()[0]).backward()
+    with pytest.raises(ConfigError, match="a gradient was changed"):
+        optimizers[0].step()
+
+
 def case_a_critic_whose_generator_passes_it_too():
     """A GAN's critic is passed three times from step to step; an error has counted them."""
     for passes in (2, 3):

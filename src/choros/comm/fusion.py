@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from choros.comm.members import Members
 from choros.comm.primitives import CHUNK_BYTES, Array
-from choros.comm.reduction import Reduction, working_op
+from choros.comm.reduction import Reduction, wide_dtype, working_op
 
 #: The shape and dtype of each array.
 Layout = tuple[tuple[tuple[int, ...], np.dtype[np.generic]], ...]
@@ -221,8 +221,7 @@ class FusedExchange:
                 concatenate_scaled(chunk.parts(flats), message, before)
             else:
                 pack(flats, chunk, message)
-                if before != 1.0:
-                    np.multiply(message, message.dtype.type(before), out=message)
+                scale_into(message, message, before)
 
         def write(message: Array, target: Array) -> None:
             scale_into(target, message, after)
@@ -239,15 +238,12 @@ def concatenate_scaled(parts: Sequence[Array], out: Array, scale: float) -> None
 
 
 def scale_into(target: Array, source: Array, scale: float) -> None:
-    """Computes ``target = source * scale`` in the wider of the two dtypes."""
-    if scale == 1.0:
-        if target is not source:
-            np.copyto(target, source, casting="unsafe")
-    elif source.itemsize >= target.itemsize:
-        np.multiply(source, source.dtype.type(scale), out=target, casting="unsafe")
-    else:
+    """Computes ``target = source * scale`` in the wider of the two dtypes, float32 or wider, and rounds once."""
+    if target is not source and (scale == 1.0 or source.itemsize < target.itemsize):
         np.copyto(target, source, casting="unsafe")
-        np.multiply(target, target.dtype.type(scale), out=target)
+        source = target
+    if scale != 1.0:
+        np.multiply(source, scale, out=target, dtype=wide_dtype(source.dtype), casting="unsafe")
 
 
 def batches(sizes: Sequence[int], chunk_bytes: int) -> Iterator[slice]:

@@ -102,20 +102,25 @@ class Members(Primitives):
             again      agree, data, settle: yes ◄──────────────►   agree, data, settle: yes
         """
         with self._queue.exclusive():
-            if not self.elastic or self._section.in_unit:
-                return collective()
-            first = True
-            while True:
-                self._section.in_unit = True
-                try:
-                    results = self._attempt(collective, first=first)
-                finally:
-                    self._section.in_unit = False
-                if results:
-                    return results[0]
-                first = False
-                if again is not None:
-                    again()
+            try:
+                if not self.elastic or self._section.in_unit:
+                    return collective()
+                first = True
+                while True:
+                    self._section.in_unit = True
+                    try:
+                        results = self._attempt(collective, first=first)
+                    finally:
+                        self._section.in_unit = False
+                    if results:
+                        return results[0]
+                    first = False
+                    if again is not None:
+                        again()
+            except (KeyboardInterrupt, SystemExit):
+                if self._section.has_turn and self.size > 1:
+                    self._break_off(self._asked)
+                raise
 
     def _attempt(self, collective: Callable[[], T], *, first: bool) -> tuple[T, ...]:
         """Runs a collective; returns its result, or nothing if a member was lost, without which all others go on. An
@@ -365,7 +370,7 @@ class Members(Primitives):
 
     def _break_off(self, request: Request) -> None:
         """After Ctrl-C, or a signal's handler."""
-        # The other ranks consider this request made, and would wait for its data.
+        # The other ranks consider this request made, and wait for its data.
         self._over = f"{request} was interrupted on this rank, which cannot communicate any more."
         self._queue.abandon_plan()
 

@@ -97,6 +97,7 @@ def working_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
     return np.dtype(np.uint8) if dtype == np.bool_ else dtype
 
 
+@functools.cache
 def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype in which floating-point numbers of ``dtype`` are added and scaled here, to be rounded once."""
     return np.result_type(dtype, np.float32)

@@ -118,7 +118,9 @@ def _sample(array: Any) -> NDArray[np.float64]:
     else:  # maybe on a device, from which no more than these rows are copied
         rows = np.stack([adapter.to_host(array[place]) for place in places.tolist()])
     if rows.dtype.kind in "OSUc":
-        names = [repr(row).rpartition("/")[2] for row in rows.tolist()]  # the same files may lie in other directories
+        names = [repr(row) for row in rows.tolist()]
+        # The same files may lie in other directories; a protobuf's fields have another order in each process.
+        names = ["".join(sorted(name)) if "\\" in name else name.rpartition("/")[2] for name in names]
         numbers = np.array([[zlib.crc32(name.encode())] for name in names], np.float64)
     else:
         numbers = np.nan_to_num(rows.reshape(_ROWS, -1).astype(np.float64), posinf=1e9, neginf=-1e9)

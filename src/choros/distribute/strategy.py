@@ -300,6 +300,16 @@ class StrategyExtended:
         """Whether data must have static shapes: no."""
         return False
 
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices of this process's replicas and variables, by the framework's names; not for use in ``run``."""
+        import keras
+
+        values = self._strategy.run(lambda: keras.ops.zeros(1))
+        return tuple(str(each.device) for each in self._strategy.experimental_local_results(values))
+
+    parameter_devices = worker_devices
+
     def variable_created_in_scope(self, v: Any) -> bool:
         """Whether the Keras variable ``v`` was created in this strategy's scope."""
         return strategy_of(v) is self._strategy

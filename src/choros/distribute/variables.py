@@ -22,7 +22,9 @@ does, are averaged when they are read after replicas have assigned them; in ``fi
     model.evaluate, save, …     ────────────── mean ──────────────
 """
 
+import functools
 import gc
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +43,9 @@ from choros.training.replaced import derived
 from choros.training.thread import doing, thread
 from choros.training.variables import aggregate
 
+_log = logging.getLogger("choros")
+#: How far from their mean, as a part of their size, replicas' rows are that are no moving averages.
+_APART = 0.2
 #: The ``on_read`` variables by their ``id``, in the order of their creation: variables compare by value.
 _read_together: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 #: The statistics that a replica has assigned since they were averaged, by their ``id``.
@@ -137,17 +142,16 @@ def _average(statistics: Sequence[Any]) -> None:
     average_variables(statistics)
 
 
-def average_variables(variables: Sequence[Any]) -> list[float]:
+def average_variables(variables: Sequence[Any]) -> None:
     """Assigns the mean of the processes' values to ``variables`` of Keras, on each process; to counters of steps, of
-    which a process without rows in some has counted fewer, their maximum. Returns how far the values of this process
-    were from the means, as a part of their size.
+    which a process without rows in some has counted fewer, their maximum.
     """
     from choros.training.keras_internals.models import local_value
 
     values = [local_value(variable) for variable in variables]
     own = [adapter_of(value).to_host(value) for value in values]
     if not own:
-        return []
+        return
     means = global_process_set.communicator.grouped_allreduce(own, name="statistics")
     numbers = [index for index, each in enumerate(own) if each.ndim == 0]
     if numbers:
@@ -155,14 +159,24 @@ def average_variables(variables: Sequence[Any]) -> list[float]:
         largest = global_process_set.communicator.allreduce(np.array(values_and_parts), Reduction.MAX, name="counters")
         for index, (value, part) in zip(numbers, largest, strict=True):
             means[index] = means[index].dtype.type(value) if part == 0 else means[index]  # whole numbers on all
-    distances = [_size(each - mean) / (_size(each) or 1.0) for each, mean in zip(own, means, strict=True)]
-    for variable, mean in zip(variables, means, strict=True):  # on PyTorch, these are the arrays of ``own``
-        variable.assign(mean)
-    return distances
+    for variable, each, mean in zip(variables, own, means, strict=True):
+        if each.ndim > 1 and global_process_set.rank() == 0 and _size(each - mean) > _APART * (_size(each) or 1.0):
+            _warn_of_rows(variable.path)
+        variable.assign(mean)  # on PyTorch, to the memory of ``each``
 
 
 def _size(array: Any) -> float:
     return float(np.linalg.norm(array.astype(np.float64)))
+
+
+@functools.cache
+def _warn_of_rows(path: str) -> None:
+    _log.warning(
+        "the replicas had very different values of %r, and go on with their mean: right for a moving average, but not "
+        "for a queue of rows, which each fills from its own batches. For those of the first replica on all, create it "
+        'with trainable=False, aggregation="only_first_replica".',
+        path,
+    )
 
 
 def share_equally(model: Any) -> None:

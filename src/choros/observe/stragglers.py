@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 PARTS = ("computing", "loading", "waiting", "exchanging", "committing", "recovering")
 #: The numbers of ``RankProgress`` that a job's record has over time; the others it has as they are last.
 SERIES = ("steps", "examples", "seconds", *PARTS[1:], "pausing", "memory")
+#: The format of a job's record.
+RECORD_FORMAT = 1
 #: The number of places in a histogram of steps.
 BUCKETS = 64
 _FEWEST_STEPS = 20

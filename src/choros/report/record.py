@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from choros.errors import ConfigError
-from choros.observe.stragglers import SERIES, RankProgress
+from choros.observe.stragglers import RECORD_FORMAT, SERIES, RankProgress
 from choros.observe.verdict import Goodput
 
-#: The format of records that can be read.
-_FORMAT = 1
 _GOODPUT = tuple(each.name for each in fields(Goodput))
 
 
@@ -103,13 +101,13 @@ def read_record(file: Path) -> WrittenRecord:
     try:
         found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_number)
         given = found["format"]
-        if given == _FORMAT:
+        if given == RECORD_FORMAT:
             return WrittenRecord.of(found)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}. {advice}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} is no record of a job: {type(error).__name__}: {error}. {advice}") from error
     raise ConfigError(
-        f"{file} is a record of format {given!r}; this choros reads format {_FORMAT}. Use the version of choros that "
-        "has written it."
+        f"{file} is a record of format {given!r}; this choros reads format {RECORD_FORMAT}. Use the version of choros "
+        "that has written it."
     )

@@ -12,7 +12,6 @@
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, final
@@ -88,11 +87,8 @@ from choros.training.tensorboard import TensorBoard
 from choros.training.thread import thread
 from choros.training.trainer import attach
 
-_log = logging.getLogger("choros")
 #: Callbacks of Keras that write files or send messages, which only one process must do.
 _WRITERS = ("TensorBoard", "CSVLogger", "RemoteMonitor")
-#: How far from their mean, as a part of their size, replicas' rows are that are no moving averages.
-_APART = 0.2
 _STOP = Request("whether training ends", spec=CollectiveSpec("agreement"))
 
 
@@ -369,26 +365,11 @@ def _synchronizing(model: Any) -> list[Any]:
     def average(*_: Any) -> None:
         # The statistics of a stateful RNN are the states of single rows.
         layers = [layer for layer in layers_of(model) if not getattr(layer, "stateful", False)]
-        given = [(layer, each) for layer in layers for each in statistics_of(layer)]
-        given = [(layer, each) for layer, each in given if "float" in each.dtype and not aggregates(each)]
-        distances = average_variables([each for _, each in given])
-        if global_process_set.rank() == 0:
-            for (layer, each), distance in zip(given, distances, strict=True):
-                if distance > _APART and len(each.shape) > 1 and not type(layer).__module__.startswith("keras"):
-                    _warn_of_rows(each.path)
+        given = [each for layer in layers for each in statistics_of(layer)]
+        average_variables([each for each in given if "float" in each.dtype and not aggregates(each)])
 
     same = keras.callbacks.LambdaCallback(on_train_begin=set_epoch, on_epoch_end=average, on_test_begin=average)
     return [same, BroadcastGlobalVariablesCallback(0)]
-
-
-@functools.cache
-def _warn_of_rows(path: str) -> None:
-    _log.warning(
-        "the replicas had very different values of %r, and go on with their mean, as after each epoch: right for a "
-        "moving average, but not for a queue of rows, which each fills from its own batches. For those of the first "
-        'replica on all, create it as keras.Variable(…, trainable=False, aggregation="only_first_replica").',
-        path,
-    )
 
 
 def _stop_together(model: Any) -> None:

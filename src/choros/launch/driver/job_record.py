@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from choros.durable import unfinished
 from choros.launch.protocol.frames import Start
 from choros.observe.events import Event
-from choros.observe.stragglers import SERIES, RankProgress
+from choros.observe.stragglers import RECORD_FORMAT, SERIES, RankProgress
 from choros.observe.verdict import Goodput, verdict_of, verdict_text
 from choros.observe.waits import ranks_text
 from choros.settings import VARIABLES
@@ -28,7 +28,6 @@ _MOST_OUTPUT = 1 << 14
 #: Colours, and other sequences for a terminal.
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]")
 _Noted = TypeVar("_Noted")
-_FORMAT = 1
 
 
 @dataclass(eq=False)
@@ -121,7 +120,7 @@ class JobRecord:
         verdict = verdict_of(progress)
         goodput = None if verdict is None else Goodput.of(progress, self.began, ended)
         return {
-            "format": _FORMAT,
+            "format": RECORD_FORMAT,
             "command": list(self.command),
             "size": self.size,
             "began": self.began,

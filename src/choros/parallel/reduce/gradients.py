@@ -27,7 +27,7 @@ import numpy as np
 
 from choros.arrays import adapter_of
 from choros.comm import Communicator
-from choros.comm.fusion import WireDtype, aligned_empty, regrouped
+from choros.comm.fusion import WireDtype, aligned_empty, regrouped, scale_into
 from choros.comm.reduction import wide_dtype
 from choros.parallel.reduce.exchange import Array, Exchange
 
@@ -124,7 +124,7 @@ class SparseRows:
 
     def __mul__(self, factor: float) -> SparseRows:
         values = np.empty_like(self.values)
-        _scale_into(values, self.values, factor)
+        scale_into(values, self.values, factor)
         return replace(self, values=values)
 
     def __add__(self, other: SparseRows) -> SparseRows:
@@ -231,7 +231,7 @@ class RowsExchange(Exchange):
         for each, wire, rows, part in zip(self._layout, self._wires, indices, values, strict=True):
             if wire != each.dtype:
                 wide = aligned_empty(part.shape, each.dtype)
-                _scale_into(wide, part, after)
+                scale_into(wide, part, after)
                 part = wide
             results.append(SparseRows(rows, part.reshape(-1, *each.shape[1:]), each.shape))
         ways = np.bitwise_and.reduce(table[:, 1]).tolist()
@@ -250,7 +250,7 @@ class RowsExchange(Exchange):
             message = np.empty(nbytes[self._communicator.rank], np.uint8)
             slots = np.split(message, np.cumsum(table[self._communicator.rank])[:-1])
             for slot, dtype, part, scale in zip(slots, dtypes, parts, scales, strict=True):
-                _scale_into(slot.view(dtype), part, scale)
+                scale_into(slot.view(dtype), part, scale)
         of_parts = regrouped(self._communicator.gather_bytes(message, nbytes), table)
         return [part.view(dtype) for part, dtype in zip(of_parts, dtypes, strict=True)]
 
@@ -278,12 +278,3 @@ def _summed(rows: SparseRows, counts: Sequence[int], ways: int) -> SparseRows:
         return rows
     values = rows.values.reshape(ranks, *rows.values[:count].shape).sum(0, dtype=wide_dtype(rows.values.dtype))
     return replace(rows, indices=indices[0], values=values.astype(rows.values.dtype, copy=False))
-
-
-def _scale_into(target: Array, source: Array, scale: float) -> None:
-    """Computes ``target = source * scale`` in float32 or wider, and rounds once."""
-    if scale == 1.0:
-        np.copyto(target, source, casting="unsafe")
-    else:
-        working: Any = wide_dtype(source.dtype)
-        np.multiply(source, working.type(scale), out=target, dtype=working, casting="unsafe")
