@@ -68,10 +68,15 @@ def on_frameworks(
 
     Args:
         module: below ``tests``, such as ``"keras_face.training_cases"``.
-        on_some: the frameworks of each case that does not run on all, separated by spaces.
+        on_some: the frameworks of each case that does not run on all, separated by spaces; of a parametrized one, each
+            of its parameters may be a case, as ``case_optimizer[sgd]``.
         on_three: the cases that run on three ranks, too, of one framework.
     """
-    cases = case_names(module)
+    cases = [
+        each
+        for case in case_names(module)
+        for each in [given for given in on_some if given.startswith(f"{case}[")] or [case]
+    ]
     named = {*on_some, *on_three}
     assert named <= set(cases), named - set(cases)
     pairs = [
