@@ -320,10 +320,10 @@ def test_the_same_command_goes_on_from_the_last_step_with_fewer_ranks(tmp_path):
     ("how", "kills", "env"),
     [
         pytest.param("plain", "0@5", {}, marks=pytest.mark.nightly),
-        ("plain", "1@7:left", {"EXAMPLES": "74"}),  # when it and another have made 7 steps, and one 6
-        pytest.param("plain", "0@5:bucket", {"CHOROS_OVERLAP": "1"}, marks=pytest.mark.nightly),
+        ("plain", "1@left:1", {"EXAMPLES": "74"}),  # when it and another have made 7 steps, and one 6
+        pytest.param("plain", "0@bucket:16", {"CHOROS_OVERLAP": "1"}, marks=pytest.mark.nightly),
         ("run", "0@5", {}),
-        pytest.param("run", "0@5:bucket", {"CHOROS_OVERLAP": "1"}, marks=pytest.mark.nightly),
+        pytest.param("run", "0@bucket:16", {"CHOROS_OVERLAP": "1"}, marks=pytest.mark.nightly),
     ],
 )
 def test_a_loop_of_torch_trains_on_each_example_once(how, kills, env):
