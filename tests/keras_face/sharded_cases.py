@@ -22,7 +22,7 @@ import pytest
 import choros.keras as hvd
 from choros.comm.members import KEPT_STEPS
 from choros.errors import ConfigError
-from choros.parallel.reduce.slices import gather_held
+from choros.parallel.reduce.slices import gather_slices
 from choros.training import sliced_state
 from choros.training.distributed_optimizer import reducer_of
 from choros.training.sliced_state import works_by_item
@@ -267,11 +267,11 @@ def case_backward_passes_per_step() -> None:
 def case_weights_are_gathered_once_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[Any] = []
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any, **named: Any) -> Any:
         gathered.append(given)
-        return gather_held(*given)
+        return gather_slices(*given, **named)
 
-    monkeypatch.setattr(sliced_state, "gather_held", counted)
+    monkeypatch.setattr(sliced_state, "gather_slices", counted)
     for count, given in ((2, {}), (8, {"use_ema": True, "ema_overwrite_frequency": 3})):
         optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, **given)
         alone = keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, **given)
