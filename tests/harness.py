@@ -3,8 +3,7 @@
 A *case* is a function ``case_…()`` of a module ``…_cases`` under ``tests``: every rank of a job runs it, with pytest's
 fixtures, between ``choros.init()`` and the end. A test has the job among its parameters and checks one case on it::
 
-    @on(Job(2, "torch"), Job(2, "jax"))
-    @pytest.mark.parametrize("case", case_names(MODULE))
+    @on(Job(2, "torch"), Job(2, "jax"), cases=MODULE)
     def test_two_ranks(case: str, job: Job) -> None:
         check_case(MODULE, case, job)
 
@@ -13,6 +12,7 @@ Jobs keep running from test to test; see ``ranks/pool.py``.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
@@ -56,9 +56,11 @@ def needs(module: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
 
 
-def on(*jobs: Job) -> pytest.MarkDecorator:
-    """Runs a test once for each of these jobs, passed as its parameter ``job``."""
-    return pytest.mark.parametrize("job", jobs, ids=str)
+def on(*jobs: Job, cases: str = "") -> pytest.MarkDecorator:
+    """Runs a test once for each of these jobs, passed as its parameter ``job``; of a module's ``cases`` each, too."""
+    if not cases:
+        return pytest.mark.parametrize("job", jobs, ids=str)
+    return pytest.mark.parametrize(("case", "job"), list(itertools.product(case_names(cases), jobs)), ids=str)
 
 
 def on_frameworks(
@@ -68,10 +70,15 @@ def on_frameworks(
 
     Args:
         module: below ``tests``, such as ``"keras_face.training_cases"``.
-        on_some: the frameworks of each case that does not run on all, separated by spaces.
+        on_some: the frameworks of each case that does not run on all, separated by spaces; of a parametrized one, each
+            of its parameters may be a case, as ``case_optimizer[sgd]``.
         on_three: the cases that run on three ranks, too, of one framework.
     """
-    cases = case_names(module)
+    cases = [
+        each
+        for case in case_names(module)
+        for each in [given for given in on_some if given.startswith(f"{case}[")] or [case]
+    ]
     named = {*on_some, *on_three}
     assert named <= set(cases), named - set(cases)
     pairs = [

@@ -3,14 +3,13 @@ import pytest
 
 from choros.arrays import adapter_of, device_adapter, framework_adapter
 from choros.errors import ConfigError
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import FRAMEWORKS, Job, check_case, on
 
 ADAPTERS = "arrays.adapter_cases"
 
 
 @pytest.mark.each_framework
-@on(Job(2), *(Job(2, framework) for framework in FRAMEWORKS))
-@pytest.mark.parametrize("case", case_names(ADAPTERS))
+@on(Job(2), *(Job(2, framework) for framework in FRAMEWORKS), cases=ADAPTERS)
 def test_adapter(case: str, job: Job) -> None:
     """One rank would do; but these are up for other tests."""
     check_case(ADAPTERS, case, job)

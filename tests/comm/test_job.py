@@ -13,7 +13,7 @@ from choros.errors import ConfigError, EngineUnavailable, NotInitializedError
 from choros.parallel import objects, ops
 from choros.settings import Config
 from choros.topology import ENVIRONMENTS
-from harness import CHOROSRUN, Job, case_names, check_case, on
+from harness import CHOROSRUN, Job, check_case, on
 
 JOBS = "comm.job_cases"
 
@@ -29,8 +29,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choros.shutdown()
 
 
-@on(Job(3))
-@pytest.mark.parametrize("case", case_names(JOBS))
+@on(Job(3), cases=JOBS)
 def test_three_ranks(case: str, job: Job) -> None:
     check_case(JOBS, case, job)
 

@@ -15,7 +15,7 @@ from choros.comm.waiting import sleep_after, wait_until
 from choros.observe import events
 from choros.observe.events import REPORTS, Kind
 from comm.engines import ON_TORCH
-from harness import CHOROSRUN, Job, case_names, check_case, on
+from harness import CHOROSRUN, Job, check_case, on
 
 MODULE = "comm.waiting_cases"
 MPI = "comm.mpi_waiting_cases"
@@ -68,15 +68,13 @@ def test_a_wait_of_a_second_polls_about_a_thousand_times(sleeping: None) -> None
 
 
 @pytest.mark.slow
-@on(Job(2), ON_TORCH)
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(Job(2), ON_TORCH, cases=MODULE)
 def test_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 
 
 @pytest.mark.slow
-@on(Job(2))
-@pytest.mark.parametrize("case", case_names(MPI))
+@on(Job(2), cases=MPI)
 def test_ranks_of_mpi(case: str, job: Job) -> None:
     check_case(MPI, case, job)
 

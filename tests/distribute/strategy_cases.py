@@ -160,19 +160,6 @@ def case_central_storage_with_a_loss_scale_or_averages():
         check_transparent(functools.partial(make, scaled=scaled), "central")
 
 
-def case_clipnorm_is_of_the_global_gradient():
-    check_transparent(lambda: build(keras.optimizers.SGD(0.1, clipnorm=0.05)))
-
-
-def case_global_clipnorm_is_of_the_global_gradient():
-    check_transparent(lambda: build(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1)))
-
-
-def case_gradient_accumulation_steps():
-    # Of five batches an epoch, the last of one example; one is accumulated for the next epoch's first update.
-    check_transparent(lambda: build(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)))
-
-
 def case_accumulation_with_central_storage_goes_on_from_a_saved_model():
     """After three micro-batches of updates of two; the other ranks skip the optimizer's file."""
 
@@ -196,10 +183,6 @@ def case_accumulation_with_central_storage_goes_on_from_a_saved_model():
 
 def case_gradient_accumulation_with_central_storage():
     check_transparent(lambda: build(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)), "central")
-
-
-def case_ema_overwrite_frequency():
-    check_transparent(lambda: build(keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3)))
 
 
 def case_infinity_on_one_replica_only():
@@ -246,17 +229,6 @@ def case_example_weights():
 
 def case_class_weights():
     check_transparent(class_weight={0: 1.0, 1: 3.0, 2: 0.5})
-
-
-def case_regularisation_counts_once():
-    def make():
-        keras.utils.set_random_seed(1)
-        dense = keras.layers.Dense(CLASSES, kernel_regularizer=keras.regularizers.L2(0.05))
-        model = keras.Sequential([keras.Input((FEATURES,)), dense])
-        model.compile(keras.optimizers.SGD(0.1), LOSS())
-        return model
-
-    check_transparent(make)
 
 
 def of_two_outputs() -> keras.Model:

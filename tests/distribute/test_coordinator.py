@@ -1,13 +1,10 @@
 """The parts of the coordinator that need no processes; the cases import Keras."""
 
-import pytest
-
-from harness import Job, case_names, check_case, on
+from harness import Job, check_case, on
 
 MODULE = "distribute.coordinator_cases"
 
 
-@on(Job(2, "torch"))
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(Job(2, "torch"), cases=MODULE)
 def test_two_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)

@@ -6,7 +6,7 @@ import pytest
 from choros.data.rows import Part
 from choros.distribute import datasets
 from choros.distribute.replicas import Replicas
-from harness import FRAMEWORKS, Job, case_names, check_case, needs, on
+from harness import FRAMEWORKS, Job, check_case, needs, on
 
 MODULE = "distribute.dataset_cases"
 #: The data sets of all frameworks are in these cases; only the arrays in the lists of batches depend on the framework.
@@ -16,8 +16,7 @@ FRAMEWORK = FRAMEWORKS[-1]
 @needs("tensorflow")
 @needs("torch")
 @needs("grain")
-@on(Job(2, FRAMEWORK))
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(Job(2, FRAMEWORK), cases=MODULE)
 def test_two_replicas(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from harness import FRAMEWORKS, Job, case_names, check_case, on, on_frameworks
+from harness import FRAMEWORKS, Job, check_case, on, on_frameworks
 from ranks.job import FAST_TO_COMPILE
 
 MODULE = "distribute.device_cases"
@@ -20,8 +20,7 @@ FLAGS = f"--xla_force_host_platform_device_count=4 {FAST_TO_COMPILE}"
 
 @needs_jax
 # Keras would look for TensorFlow as soon as it sees data, which takes seconds.
-@on(Job(1, "jax", (("XLA_FLAGS", FLAGS),), hidden=("tensorflow",), name="devices-4"))
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(Job(1, "jax", (("XLA_FLAGS", FLAGS),), hidden=("tensorflow",), name="devices-4"), cases=MODULE)
 def test_four_devices(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 

@@ -26,7 +26,6 @@ def test_tensorflow(case: str, job: Job) -> None:
     check_case("distribute.in_process_cases", case, job)
 
 
-@on(*JOBS)
-@pytest.mark.parametrize("case", case_names("distribute.recipe_cases"))
+@on(*JOBS, cases="distribute.recipe_cases")
 def test_recipes(case: str, job: Job) -> None:
     check_case("distribute.recipe_cases", case, job)

@@ -20,15 +20,14 @@ from choros import distribute, durations
 from choros.distribute import preemption
 from choros.distribute.preemption import PreemptionCheckpointHandler, TerminationConfig, watch
 from choros.errors import ConfigError, StrategyError
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import FRAMEWORKS, Job, check_case, on
 from launch.launched import Running
 
 MODULE = "distribute.preemption_cases"
 SCRIPT = Path(__file__).parent / "preemption_script.py"
 
 
-@on(Job(2, FRAMEWORKS[0]))
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(Job(2, FRAMEWORKS[0]), cases=MODULE)
 def test_two_ranks(case: str, job: Job) -> None:
     """On one framework; TensorFlow if available, because it has its own checkpoints."""
     check_case(MODULE, case, job)

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from harness import FRAMEWORKS, Job, case_names, check_case, needs, on
+from harness import FRAMEWORKS, Job, check_case, needs, on
 from ranks.environment import ONE_THREAD, QUICK, python_path
 
 MODULE = "distribute.saving_cases"
 SCRIPT = Path(__file__).with_name("killed_while_saving.py")
 
 
-@on(*(Job(2, framework) for framework in ("tensorflow", "torch") if framework in FRAMEWORKS))
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(*(Job(2, framework) for framework in ("tensorflow", "torch") if framework in FRAMEWORKS), cases=MODULE)
 def test_two_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 

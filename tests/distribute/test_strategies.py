@@ -7,11 +7,8 @@ LOOPS = "distribute.custom_loop_cases"
 #: Cases that do not depend on the framework, or need one library, with the frameworks that run them.
 ON_SOME = {
     # The optimizer is that of ``keras_face/training_cases.py``, where these arguments are tested on all frameworks.
+    # Under ``MirroredStrategy``, ``training/test_matrix.py`` has them, and regularisation.
     "case_central_storage_with_clipping_and_momentum": "torch",
-    "case_clipnorm_is_of_the_global_gradient": "torch",
-    "case_global_clipnorm_is_of_the_global_gradient": "torch",
-    "case_gradient_accumulation_steps": "torch",
-    "case_ema_overwrite_frequency": "torch",
     "case_infinity_on_one_replica_only": "torch",
     "case_mixed_precision_scales_the_loss_by_itself": "torch",
     # Rows are shared out before Keras receives them, and class weights become weights of examples.
@@ -33,7 +30,6 @@ ON_SOME = {
     # Losses say what they divided by; test_losses.py has more of them.
     "case_several_inputs_and_outputs": "torch tensorflow",
     "case_example_weights": "torch jax",
-    "case_regularisation_counts_once": "torch tensorflow",
     "case_several_steps_per_execution": "torch tensorflow",
     "case_batches_of_a_py_dataset": "torch jax",
     "case_single_batches_equal_one_device": "torch jax tensorflow",

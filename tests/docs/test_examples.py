@@ -48,7 +48,7 @@ NOT_PARSED = {
 
 @pytest.mark.parametrize(("page", "job"), RUNS, ids=str)
 def test_python_on_two_ranks(page: str, job: Job) -> None:
-    check_case("docs.page_cases", f"case_{page.removesuffix('.md').replace('-', '_')}", job)
+    check_case("docs.page_cases", f"case_page[{page}]", job)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -80,7 +80,7 @@ class Fault:
 
 
 class Faults:
-    """Sends this rank's signals at their moments.
+    """Sends this rank's signals at their moments; a new rank, or one that was started again, has none.
 
     Args:
         text: the faults.
@@ -89,7 +89,8 @@ class Faults:
     """
 
     def __init__(self, text: str, communicator: Communicator, directory: Path | None = None) -> None:
-        faults = [Fault.parse(each) for each in text.split(",") if each]
+        is_later = communicator.is_new or "CHOROS_RESTARTS" in os.environ
+        faults = [] if is_later else [Fault.parse(each) for each in text.split(",") if each]
         self._own = [fault for fault in faults if fault.rank in (None, communicator.rank)]
         self._counts: Counter[str] = Counter()
         self._directory = directory

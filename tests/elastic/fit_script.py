@@ -95,8 +95,7 @@ begun = []
 events.listen(begun.append, [events.Kind.STEP_BEGUN])
 communicator = global_process_set.communicator
 number = communicator.rank
-is_later = communicator.is_new or "CHOROS_RESTARTS" in os.environ
-faults = Faults("" if is_later else sys.argv[2], communicator, directory)
+faults = Faults(sys.argv[2], communicator, directory)
 has_momentum = "FIT_MOMENTUM" in os.environ
 own_passes = {"gradient_accumulation_steps": passes} if passes > 1 and api == "strategy" else {}
 weight = 2.0 if api == "strategy" and passes == 1 and not kind else 1.0  # of the only class

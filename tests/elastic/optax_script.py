@@ -5,22 +5,20 @@ Arguments: where ranks are killed, such as ``1@5``. Prints a line of JSON on eac
 """
 
 import json
-import os
-import signal
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from faults import Faults
 
 import choros.jax as hvd
 from choros.comm import global_process_set
 
 ROWS, BATCH = 600, 12
 hvd.init()
-number, is_new = hvd.rank(), global_process_set.communicator.is_new
-kills = {} if is_new else dict(tuple(map(int, each.split("@"))) for each in sys.argv[1].split(",") if each)
+number, faults = hvd.rank(), Faults(sys.argv[1], global_process_set.communicator)
 tx = hvd.distributed(optax.sgd(1.0, momentum=1.0), op=hvd.Sum, shard_state=True)
 params = {"w": jnp.zeros(ROWS - 1), "b": jnp.zeros(1)}
 
@@ -36,8 +34,7 @@ def step(params, opt_state, rows):
 def train(state):
     opt_state = hvd.own_state(tx, state.whole, state.params)
     while state.step * BATCH < ROWS:
-        if kills.get(number) == state.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+        faults.come("step")
         rows = np.arange(state.step * BATCH, (state.step + 1) * BATCH)[hvd.rank() :: hvd.size()]
         state.params, opt_state = step(state.params, opt_state, rows)
         state.step += 1

@@ -20,7 +20,6 @@ end.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import signal
@@ -130,7 +129,7 @@ def run(schedule: Schedule, *flags: str, framework: str = "torch", sharded: bool
         with Running(*limits, *command, directory, env=environ, warm=True) as job:
             ended = job.end()
             job.assert_nothing_left()
-        reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
+        reports = ended.reports
         if not reports:
             return ended.seconds, [f"exit code {ended.code}", ended.err]
         problems = [f"exit code {ended.code}"] if ended.code else []
@@ -277,7 +276,7 @@ def _one_run(
         ended = job.end()
         thread.join()
         job.assert_nothing_left()
-    reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
+    reports = ended.reports
     problems = [] if ended.code == code else [f"exit code {ended.code}"]
     problems += [f"rank {report['rank']}: rows {report['wrong']}" for report in reports if report["wrong"]]
     if not reports and code != 75:

@@ -15,6 +15,7 @@ import time
 
 import keras
 import numpy as np
+from faults import Faults
 
 import choros.keras as hvd
 from choros.comm import global_process_set
@@ -23,9 +24,7 @@ from choros.training.sliced_optimizer import whole_values
 
 ROWS, BATCH = 600, 12
 hvd.init()
-number, is_later = hvd.rank(), global_process_set.communicator.is_new or "CHOROS_RESTARTS" in os.environ
-kills = {} if is_later else dict(tuple(map(int, each.split("@"))) for each in sys.argv[1].split(",") if each)
-size = hvd.size()
+number, size, faults = hvd.rank(), hvd.size(), Faults(sys.argv[1], global_process_set.communicator)
 model = keras.Sequential([keras.Input((ROWS,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
 norm = BATCH**0.5 / 2 if "clipped" in sys.argv else None
 optimizer = keras.optimizers.SGD(1.0, momentum=1.0, global_clipnorm=norm)
@@ -50,8 +49,7 @@ elastic_state.broadcast_variables = broadcast_or_die
 @hvd.elastic.run
 def train(state):
     while state.step * BATCH < ROWS:
-        if kills.get(number) == state.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+        faults.come("step")
         if "replaced" in sys.argv and state.step == 20 and hvd.size() < size:
             time.sleep(0.01)
             state.check_host_updates()

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), needs("mpi4py")]
 
 HERE = Path(__file__).parent
 TORCH = {"KERAS_BACKEND": "torch"}
+NONE_NEW = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
 
 
 def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, directory=None, warm=True, **settings):
@@ -35,7 +36,17 @@ def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, dir
     env = {f"FIT_{name.upper()}": str(value) for name, value in settings.items()}
     ended = run(*arguments, env={"KERAS_BACKEND": framework, **env}, warm=warm)
     assert ended.code == code, ended.err
-    return ended, [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
+    return ended, ended.reports
+
+
+def script_reports(script, *arguments, framework="torch", flags=("-np", 3, "--min-np", 1), env=None):
+    """What the ranks report that reach the end of a script, and of the job."""
+    skip_if_left_out(framework)
+    environ = {"KERAS_BACKEND": framework, **(env or {})}
+    ended = run(*flags, sys.executable, HERE / script, *arguments, env=environ, warm=True)
+    assert ended.code == 0, ended.err
+    print(ended.err)
+    return ended.reports
 
 
 def check_validation(report, held_out=30, batch=16):
@@ -124,11 +135,7 @@ def test_the_noise_scale_is_that_of_steps_that_have_ended_on_all_ranks(kills, ov
 
 @pytest.mark.parametrize("framework", ["tensorflow", "torch", pytest.param("jax", marks=pytest.mark.nightly)])
 def test_a_loss_that_was_weighted_before_a_rank_was_lost_is_of_no_account_to_another_model(framework):
-    skip_if_left_out(framework)
-    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
-    ended = run(*flags, sys.executable, HERE / "two_models_script.py", env={"KERAS_BACKEND": framework}, warm=True)
-    assert ended.code == 0, ended.err
-    reports = [json.loads(each) for each in re.findall(r"{.*}", ended.out)]
+    reports = script_reports("two_models_script.py", framework=framework, flags=NONE_NEW)
     assert reports == [{"size": 2, "difference": pytest.approx(0, abs=1e-5)}] * 2
 
 
@@ -227,7 +234,7 @@ def test_a_schedule_of_any_faults(seed):
 
 def test_ranks_leave_in_order_though_another_is_lost_at_the_end():
     script = "import os, choros; choros.init(); choros.comm.global_process_set.rank() == 1 and os.kill(os.getpid(), 9)"
-    ended = run("-np", 3, "--min-np", 2, "--reset-limit", 0, sys.executable, "-c", script)
+    ended = run(*NONE_NEW, sys.executable, "-c", script)
     assert (ended.code, "Exception ignored" in ended.err) == (0, False), ended.err
 
 
@@ -241,7 +248,7 @@ if hvd.rank() == 2:
     global_process_set.communicator.grouped_allgather = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 print(hvd.allreduce(rows).to_dense().flatten().tolist(), flush=True)
 """
-    ended = run("-np", 3, "--min-np", 2, "--reset-limit", 0, sys.executable, "-c", script, env=TORCH)
+    ended = run(*NONE_NEW, sys.executable, "-c", script, env=TORCH)
     assert ended.code == 0, ended.err
     assert ended.out.count("[3.0, 3.0, 0.0]") == 2, ended.out
 
@@ -313,35 +320,25 @@ def test_the_same_command_goes_on_from_the_last_step_with_fewer_ranks(tmp_path):
     ("how", "kills", "env"),
     [
         pytest.param("plain", "0@5", {}, marks=pytest.mark.nightly),
-        ("plain", "1@7:left", {"EXAMPLES": "74"}),  # when it and another have made 7 steps, and one 6
-        pytest.param("plain", "0@5:bucket", {"CHOROS_OVERLAP": "1"}, marks=pytest.mark.nightly),
+        ("plain", "1@left:1", {"EXAMPLES": "74"}),  # when it and another have made 7 steps, and one 6
+        pytest.param("plain", "0@bucket:16", {"CHOROS_OVERLAP": "1"}, marks=pytest.mark.nightly),
         ("run", "0@5", {}),
-        pytest.param("run", "0@5:bucket", {"CHOROS_OVERLAP": "1"}, marks=pytest.mark.nightly),
+        pytest.param("run", "0@bucket:16", {"CHOROS_OVERLAP": "1"}, marks=pytest.mark.nightly),
     ],
 )
 def test_a_loop_of_torch_trains_on_each_example_once(how, kills, env):
-    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
-    ended = run(*flags, sys.executable, HERE / "torch_script.py", kills, how, env=TORCH | env, warm=True)
-    assert ended.code == 0, ended.err
-    reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
-    assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2, ended.err
+    reports = script_reports("torch_script.py", kills, how, flags=NONE_NEW, env=env)
+    assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2
 
 
 def test_a_lost_rank_is_replaced_in_a_function_of_elastic_run():
-    ended = run(
-        "-np", 3, "--min-np", 2, sys.executable, HERE / "torch_script.py", "0@5", "replaced", env=TORCH, warm=True
-    )
-    assert ended.code == 0, ended.err
-    reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
-    assert [(report["size"], report["wrong"]) for report in reports] == [(3, {})] * 3, ended.err
+    reports = script_reports("torch_script.py", "0@5", "replaced")
+    assert [(report["size"], report["wrong"]) for report in reports] == [(3, {})] * 3
 
 
 def test_a_rank_that_is_lost_in_a_validation_of_elastic_run_is_replaced():
-    ended = run("-np", 3, "--min-np", 2, sys.executable, HERE / "run_script.py", env=TORCH, warm=True)
-    assert ended.code == 0, ended.err
-    reports = sorted((json.loads(report) for report in re.findall(r"{.*}", ended.out)), key=lambda each: each["number"])
     expected = {"size": 3, "epoch": 4, "rows": [[96.0, 30.0]]}
-    assert reports == [{"number": number, **expected} for number in range(3)], ended.err
+    assert script_reports("run_script.py") == [{"number": number, **expected} for number in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -389,12 +386,9 @@ def test_a_new_rank_has_the_noise_scale_of_the_others(monkeypatch):
 
 def new_ranks_of_fit(framework, api, kills, *flags, more=(), epochs=None):
     """Trains until there are three ranks, in ``epochs`` epochs; returns the numbers of those that are new."""
-    skip_if_left_out(framework)
-    arguments = (*flags, "--min-np", 1, sys.executable, HERE / "replaced_script.py", api, kills, *more)
-    ended = run(*arguments, env={"KERAS_BACKEND": framework}, warm=True)
-    assert ended.code == 0, ended.err
-    reports = [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
-    assert sorted(report["number"] for report in reports) == [0, 1, 2], ended.err
+    flags = (*flags, "--min-np", 1)
+    reports = script_reports("replaced_script.py", api, kills, *more, framework=framework, flags=flags)
+    assert [report["number"] for report in reports] == [0, 1, 2]
     for report in reports:
         assert (report["wrong"], report["size"], report["same_process"]) == ({}, 3, True)
     assert len({(report["epochs"], report["val_loss"], report["noise"]) for report in reports}) == 1
@@ -413,10 +407,7 @@ def new_ranks_of_fit(framework, api, kills, *flags, more=(), epochs=None):
     ],
 )
 def test_a_new_rank_has_the_results_of_what_it_passes_by(api, framework, tmp_path):
-    arguments = ("-np", 3, "--min-np", 1, sys.executable, HERE / "search_script.py", api, tmp_path)
-    ended = run(*arguments, env={"KERAS_BACKEND": framework}, warm=True)
-    assert ended.code == 0, ended.err
-    reports = [json.loads(each) for each in re.findall(r"{.*}", ended.out)]
+    reports = script_reports("search_script.py", api, tmp_path, framework=framework)
     assert sorted((each["new"], each["size"]) for each in reports) == [(False, 3), (False, 3), (True, 3)]
     (own,) = (each["results"] for each in reports if each["new"])
     assert own in [each["results"] for each in reports if not each["new"]]
@@ -426,11 +417,8 @@ def test_a_new_rank_has_the_results_of_what_it_passes_by(api, framework, tmp_pat
     "framework", ["torch", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tensorflow", "jax"))]
 )
 def test_a_new_rank_comes_between_two_fits_in_a_function_of_elastic_run(framework):
-    flags = ("-np", 3, "--min-np", 1)
-    ended = run(*flags, sys.executable, HERE / "nested_script.py", env={"KERAS_BACKEND": framework}, warm=True)
-    assert ended.code == 0, ended.err
-    reports = [json.loads(each) for each in re.findall(r"{.*}", ended.out)]
-    assert sorted((each["number"], each["new"], each["size"]) for each in reports) == [
+    reports = script_reports("nested_script.py", framework=framework)
+    assert [(each["number"], each["new"], each["size"]) for each in reports] == [
         (0, False, 3),
         (1, True, 3),
         (2, False, 3),
@@ -465,8 +453,7 @@ def test_new_ranks_take_the_places_of_lost_ones(victims, what, left, tmp_path):
 
 @pytest.mark.parametrize("moment", ["join", "broadcast_parameters", "broadcast_optimizer_state"])
 def test_ranks_that_join_early_get_the_last_ones_weights_though_another_is_lost(moment):
-    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
-    ended = run(*flags, sys.executable, HERE / "join_script.py", moment, env=TORCH, warm=True)
+    ended = run(*NONE_NEW, sys.executable, HERE / "join_script.py", moment, env=TORCH, warm=True)
     assert ended.code == 0, ended.err
     assert re.findall("1 of 2: .*", ended.out) == ["1 of 2: 10.031, -1.969"] * 2
 
@@ -599,23 +586,16 @@ def test_a_commit_of_elastic_run_has_the_state_of_one_process(tmp_path):
     assert [(report["wrong"], report["size"]) for report in reports] == [({}, 4)] * 4
 
 
-def uneven_commits(*arguments, flags=()):
-    script = (sys.executable, HERE / "uneven_commits_script.py", *map(str, arguments))
-    ended = run("-np", 3, "--min-np", 2, *flags, *script, env={"KERAS_BACKEND": "torch"}, warm=True)
-    assert ended.code == 0, ended.err
-    return sorted((json.loads(each) for each in re.findall(r"{.*}", ended.out)), key=lambda each: each["rank"])
-
-
 @pytest.mark.parametrize("passes", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_without_batches_commit_their_slices_with_the_others(passes):
-    reports = uneven_commits(passes, "lost", flags=("--reset-limit", 0))
+    reports = script_reports("uneven_commits_script.py", passes, "lost", flags=NONE_NEW)
     rows = [*range(12), *range(12, 12 + 8 * 3)]  # of ranks 0 and 1, and of rank 2's batches before the loss
     assert [report["rank"] for report in reports] == [0, 2]
     assert [(report["trained"], report["counts"]) for report in reports] == [(rows, [0.0, 1.0])] * 2
 
 
 def test_a_new_rank_waits_until_all_have_batches():
-    reports = uneven_commits(1, "replaced")
+    reports = script_reports("uneven_commits_script.py", 1, "replaced")
     assert [(report["rank"], report["size"]) for report in reports] == [(0, 3), (1, 3), (2, 3)]
     assert reports[0]["counts"] == reports[1]["counts"] == reports[2]["counts"]
 
@@ -631,48 +611,35 @@ def test_a_new_rank_waits_until_all_have_batches():
 )
 def test_slices_of_torch_in_a_function_of_elastic_run(kills, how, left, tmp_path):
     more = {"run": ("--reset-limit", 0), "replaced": (), "commits": ("--commit-dir", tmp_path, "--reset-limit", 1)}
-    env = TORCH | {"CHOROS_SHARD_STATE": "1", "EXAMPLES": "600"}
-    script = (sys.executable, HERE / "torch_script.py", kills, "run" if how == "commits" else how)
-    ended = run("-np", 4, "--min-np", 1, *more[how], *script, env=env, warm=True)
-    assert ended.code == 0, ended.err
-    reports = sorted((json.loads(each) for each in re.findall(r"{.*}", ended.out)), key=lambda each: each["rank"])
+    env, flags = {"CHOROS_SHARD_STATE": "1", "EXAMPLES": "600"}, ("-np", 4, "--min-np", 1, *more[how])
+    reports = script_reports("torch_script.py", kills, "run" if how == "commits" else how, flags=flags, env=env)
     assert [report["rank"] for report in reports] == left
-    assert [(report["size"], report["wrong"]) for report in reports] == [(len(left), {})] * len(left), ended.err
+    assert [(report["size"], report["wrong"]) for report in reports] == [(len(left), {})] * len(left)
     assert {weight for report in reports for weight in report["weights"]} == {0}
     assert sum(report["held"] for report in reports) == pytest.approx(1, abs=0.01)
 
 
 def test_new_ranks_of_different_folds_call_slices_as_the_others_do():
-    env = TORCH | {"CHOROS_SHARD_STATE": "1"}
-    ended = run("-np", 3, "--min-np", 1, sys.executable, HERE / "folds_script.py", "1@0,2@1", env=env, warm=True)
-    assert ended.code == 0, ended.err
-    reports = sorted((json.loads(each) for each in re.findall(r"{.*}", ended.out)), key=lambda each: each["rank"])
+    reports = script_reports("folds_script.py", "1@0,2@1", env={"CHOROS_SHARD_STATE": "1"})
     assert reports == [{"rank": rank, "size": 3, "wrong": {}} for rank in range(3)]
 
 
 def test_slices_of_torch_in_a_loop_of_ones_own_are_lost_with_a_rank():
     env = TORCH | {"CHOROS_SHARD_STATE": "1", "EXAMPLES": "600"}
-    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
-    ended = run(*flags, sys.executable, HERE / "torch_script.py", "1@5", "plain", env=env, warm=True)
+    ended = run(*NONE_NEW, sys.executable, HERE / "torch_script.py", "1@5", "plain", env=env, warm=True)
     assert ended.code == 69
     assert re.search("optimizer's state .*: use\\s+hvd.elastic.run", ended.err), ended.err
 
 
 @pytest.mark.parametrize("kills", ["0@7,2@20", pytest.param("1@8", marks=pytest.mark.nightly)])
 def test_slices_of_optax_are_cut_from_commits_of_one_process(kills):
-    script = (sys.executable, HERE / "optax_script.py", kills)
-    ended = run("-np", 4, "--min-np", 1, "--reset-limit", 0, *script, env={"KERAS_BACKEND": "jax"}, warm=True)
-    assert ended.code == 0, ended.err
-    reports = [json.loads(each) for each in re.findall(r"{.*}", ended.out)]
+    flags = ("-np", 4, "--min-np", 1, "--reset-limit", 0)
+    reports = script_reports("optax_script.py", kills, framework="jax", flags=flags)
     left = 4 - len(kills.split(","))
     assert [(report["wrong"], report["size"]) for report in reports] == [({}, left)] * left
     assert sum(report["held"] for report in reports) == pytest.approx(1, abs=0.01)
 
 
 def sharded_run(framework, *arguments, flags=()):
-    skip_if_left_out(framework)
-    flags = flags or (() if "replaced" in arguments else ("--reset-limit", 0))
-    script = (sys.executable, HERE / "sharded_run_script.py", *arguments)
-    ended = run("-np", 4, "--min-np", 1, *flags, *script, env={"KERAS_BACKEND": framework}, warm=True)
-    assert ended.code == 0, ended.err
-    return sorted((json.loads(each) for each in re.findall(r"{.*}", ended.out)), key=lambda each: each["number"])
+    flags = ("-np", 4, "--min-np", 1, *(flags or (() if "replaced" in arguments else ("--reset-limit", 0))))
+    return script_reports("sharded_run_script.py", *arguments, framework=framework, flags=flags)

@@ -1,7 +1,5 @@
 """Elastic jobs and ranks that are asked to end: real processes and signals. See ``fit_script.py`` for the faults."""
 
-import json
-import re
 import signal
 import sys
 from pathlib import Path
@@ -129,7 +127,7 @@ def loop(faults, how, ranks, code=0, more=()):
     flags = ("-np", ranks, "--min-np", 2, "--reset-limit", 0, *more)
     ended = run(*flags, sys.executable, script, faults, how, env=TORCH, warm=True)
     assert ended.code == code, ended.err
-    return [json.loads(report) for report in re.findall(r"{.*}", ended.out)]
+    return ended.reports
 
 
 @pytest.mark.nightly

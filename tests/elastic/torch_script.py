@@ -1,33 +1,26 @@
 """A loop of PyTorch over an ElasticSampler: counts[i] is how often example i was trained on; see ``fit_script.py``.
 
-Arguments: the faults, and ``run`` for ``hvd.elastic.run``, ``plain`` for the loop alone, ``replaced`` for ``run`` until
-all ranks are there again. A fault ``1@5`` kills rank 1 before its step 5; ``1@5:bucket`` in it, before its second
-bucket of gradients: with CHOROS_OVERLAP=1 there are three lists of counts, each of which is a bucket; ``1@5:left``
-before it asks, after 5 steps, what is left. EXAMPLES is their number. With CHOROS_SHARD_STATE, the state of Adagrad
-counts the examples, too: the sum of the squares of their gradients.
+Arguments: the faults (see ``faults.py``), and ``run`` for ``hvd.elastic.run``, ``plain`` for the loop alone,
+``replaced`` for ``run`` until all ranks are there again. ``1@left:1`` is as rank 1 asks for the second time what is
+left. With CHOROS_OVERLAP=1 there are three lists of counts, each of which is a bucket. EXAMPLES is their number. With
+CHOROS_SHARD_STATE, the state of Adagrad counts the examples, too: the sum of the squares of their gradients.
 """
 
 import json
 import os
-import re
-import signal
 import sys
 
-import psutil
 import torch
+from faults import Faults
 
 import choros.torch as hvd
 from choros.comm import global_process_set
-from choros.observe import events
 from choros.parallel.reduce import plan
 
 EXAMPLES, BATCH, EPOCHS = int(os.environ.get("EXAMPLES", "103")), 4, 2
 hvd.init()
 number, size = hvd.rank(), hvd.size()
-is_later = global_process_set.communicator.is_new or "CHOROS_RESTARTS" in os.environ
-faults = [
-    re.fullmatch(r"(\d+)@(\d+)(:bucket|:left|)=?(\w*)(!?)", each).groups() for each in sys.argv[1].split(",") if each
-]
+faults = Faults(sys.argv[1], global_process_set.communicator)
 lists = 1
 if os.environ.get("CHOROS_OVERLAP") == "1":
     lists, plan._BUCKET_BYTES = 3, 1
@@ -42,25 +35,11 @@ optimizer = hvd.DistributedOptimizer(
 )
 sampler = hvd.elastic.ElasticSampler(range(EXAMPLES), seed=3)
 loader = torch.utils.data.DataLoader(range(EXAMPLES), batch_size=BATCH, sampler=sampler)
-steps = 0
-
-
-def come(step, moment=""):
-    for *fault, name, to_job in faults:
-        if fault == [str(number), str(step), moment] and not is_later:
-            started = psutil.Process(int(os.environ.get("CHOROS_TEST_CLIENT", os.getpid())))
-            target = started.parents()[2].pid if to_job else os.getpid()  # wrapper, mpirun, chorosrun
-            os.kill(target, signal.Signals[name or "SIGKILL"])
-
-
-events.listen(lambda event: event.details["bucket"] == 1 and come(steps - 1, ":bucket"), [events.Kind.BUCKET_BEGUN])
 
 
 def train_epoch(state=None):
-    global steps
     for index, rows in enumerate(loader):
-        come(steps)
-        steps += 1
+        faults.come("step")
         optimizer.zero_grad()
         (-sum(each[rows].sum() for each in counts)).backward()
         optimizer.step()
@@ -73,7 +52,7 @@ def train_epoch(state=None):
 def plain():
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
-        while come(steps, ":left") or sampler.has_left():
+        while faults.come("left") or sampler.has_left():
             train_epoch()
 
 

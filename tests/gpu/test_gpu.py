@@ -63,8 +63,7 @@ def check(module: str, case: str, job: Job) -> None:
     check_case(module, case, job)
 
 
-@on(*JOBS)
-@pytest.mark.parametrize("case", case_names("gpu.gpu_cases"))
+@on(*JOBS, cases="gpu.gpu_cases")
 def test_on_the_gpu(case: str, job: Job) -> None:
     check("gpu.gpu_cases", case, job)
 

@@ -2,21 +2,19 @@
 
 import pytest
 
-from harness import Job, case_names, check_case, needs, on
+from harness import Job, check_case, needs, on
 
 COLLECTIVES = "jax_face.collective_cases"
 TRAINING = "jax_face.training_cases"
 
 
-@on(Job(2, "jax"))
-@pytest.mark.parametrize("case", case_names(COLLECTIVES))
+@on(Job(2, "jax"), cases=COLLECTIVES)
 def test_collectives(case: str, job: Job) -> None:
     check_case(COLLECTIVES, case, job)
 
 
 @needs("optax")
-@on(Job(2, "jax"))
-@pytest.mark.parametrize("case", case_names(TRAINING))
+@on(Job(2, "jax"), cases=TRAINING)
 def test_training(case: str, job: Job) -> None:
     check_case(TRAINING, case, job)
 

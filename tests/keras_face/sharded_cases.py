@@ -22,7 +22,7 @@ import pytest
 import choros.keras as hvd
 from choros.comm.members import KEPT_STEPS
 from choros.errors import ConfigError
-from choros.parallel.reduce.slices import gather_held
+from choros.parallel.reduce.slices import gather_slices
 from choros.training import sliced_state
 from choros.training.distributed_optimizer import reducer_of
 from choros.training.sliced_state import works_by_item
@@ -122,64 +122,13 @@ def check(create: Callable[..., Any], given: dict[str, Any], *, exactly: bool) -
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=str(given))
 
 
-def check_all(name: str) -> None:
+@pytest.mark.parametrize("name", CREATE)
+def case_optimizer(name: str) -> None:
     by_item = name not in ("muon", "adafactor", "lamb")
     for given in BY_ITEM:
         check(CREATE[name], given, exactly=by_item)
     for given in BY_NORMS:
         check(CREATE[name], given, exactly=False)
-
-
-def case_sgd() -> None:
-    check_all("sgd")
-
-
-def case_adam() -> None:
-    check_all("adam")
-
-
-def case_adamw() -> None:
-    check_all("adamw")
-
-
-def case_adamax() -> None:
-    check_all("adamax")
-
-
-def case_nadam() -> None:
-    check_all("nadam")
-
-
-def case_rmsprop() -> None:
-    check_all("rmsprop")
-
-
-def case_adagrad() -> None:
-    check_all("adagrad")
-
-
-def case_adadelta() -> None:
-    check_all("adadelta")
-
-
-def case_ftrl() -> None:
-    check_all("ftrl")
-
-
-def case_lion() -> None:
-    check_all("lion")
-
-
-def case_muon() -> None:
-    check_all("muon")
-
-
-def case_adafactor() -> None:
-    check_all("adafactor")
-
-
-def case_lamb() -> None:
-    check_all("lamb")
 
 
 # models ---------------------------------------------------------------------------------------------
@@ -318,11 +267,11 @@ def case_backward_passes_per_step() -> None:
 def case_weights_are_gathered_once_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[Any] = []
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any, **named: Any) -> Any:
         gathered.append(given)
-        return gather_held(*given)
+        return gather_slices(*given, **named)
 
-    monkeypatch.setattr(sliced_state, "gather_held", counted)
+    monkeypatch.setattr(sliced_state, "gather_slices", counted)
     for count, given in ((2, {}), (8, {"use_ema": True, "ema_overwrite_frequency": 3})):
         optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, **given)
         alone = keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, **given)

@@ -7,19 +7,19 @@ from harness import FRAMEWORKS, Job, check_case, on_frameworks
 MODULE = "keras_face.sharded_cases"
 #: The optimizers, of which each framework has some: what they do with slices depends little on it.
 OPTIMIZERS = {
-    "case_sgd": "torch",
-    "case_adam": "torch tensorflow",
-    "case_adamw": "torch jax",
-    "case_adamax": "torch",
-    "case_nadam": "torch jax",
-    "case_rmsprop": "torch tensorflow",
-    "case_adagrad": "torch",
-    "case_adadelta": "torch",
-    "case_ftrl": "torch",
-    "case_lion": "torch",
-    "case_muon": "torch tensorflow",
-    "case_adafactor": "torch jax",
-    "case_lamb": "torch",
+    "case_optimizer[sgd]": "torch",
+    "case_optimizer[adam]": "torch tensorflow",
+    "case_optimizer[adamw]": "torch jax",
+    "case_optimizer[adamax]": "torch",
+    "case_optimizer[nadam]": "torch jax",
+    "case_optimizer[rmsprop]": "torch tensorflow",
+    "case_optimizer[adagrad]": "torch",
+    "case_optimizer[adadelta]": "torch",
+    "case_optimizer[ftrl]": "torch",
+    "case_optimizer[lion]": "torch",
+    "case_optimizer[muon]": "torch tensorflow",
+    "case_optimizer[adafactor]": "torch jax",
+    "case_optimizer[lamb]": "torch",
 }
 ON_SOME = {
     **OPTIMIZERS,
@@ -38,8 +38,8 @@ ON_SOME = {
     "case_rows_of_an_embedding": "torch tensorflow",
 }
 ON_THREE = (
-    "case_adam",
-    "case_muon",
+    "case_optimizer[adam]",
+    "case_optimizer[muon]",
     "case_bytes_of_a_rank",
     "case_fit_with_a_last_batch_of_one_row",
     "case_a_process_set",

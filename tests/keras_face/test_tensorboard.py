@@ -1,13 +1,10 @@
 """The callback ``TensorBoard``; the cases are in ``tensorboard_cases.py``. With several ranks: ``tests/examples``."""
 
-import pytest
-
-from harness import Job, case_names, check_case, on
+from harness import Job, check_case, on
 
 MODULE = "keras_face.tensorboard_cases"
 
 
-@on(Job(1, "torch", hidden=("tensorflow",)))
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(Job(1, "torch", hidden=("tensorflow",)), cases=MODULE)
 def test_one_rank(case: str, job: Job) -> None:
     check_case(MODULE, case, job)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from harness import CHOROSRUN, FRAMEWORKS, Job, case_names, check_case, on
+from harness import CHOROSRUN, FRAMEWORKS, Job, check_case, on
 from ranks.job import FAST_TO_COMPILE
 
 MODULE = "keras_face.xla_cases"
@@ -23,8 +23,7 @@ def xla(ranks: int, devices: int) -> Job:
     return Job(ranks, "jax", environ, hidden=("tensorflow",), name=f"xla-{devices}")
 
 
-@on(xla(2, 2))
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(xla(2, 2), cases=MODULE)
 def test_two_processes_with_two_devices(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 

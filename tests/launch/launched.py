@@ -1,6 +1,7 @@
 """chorosrun as a process, for tests: starts it, signals it, and checks what it leaves."""
 
 import contextlib
+import json
 import os
 import re
 import select
@@ -35,6 +36,12 @@ class Ended:
     out: str
     err: str
     seconds: float
+
+    @property
+    def reports(self):
+        """What ranks have printed as JSON, in the order of the launcher's numbers, or of the ranks, if it has these."""
+        found = [json.loads(each) for each in re.findall(r"{.*}", self.out)]
+        return sorted(found, key=lambda report: report.get("number", report.get("rank", 0)))
 
 
 class Running:

@@ -14,7 +14,7 @@ from choros.observe.timeline import parts_directory
 from choros.trace.files import merge_parts
 from choros.trace.summary import rank_times, waits_of
 from comm.starts import by_hand, together
-from harness import Job, case_names, check_case, needs, on
+from harness import Job, check_case, needs, on
 from launch.launched import Running, rank_script, run
 from launch.namespaces import several_hosts
 from observe.timelines import MS, read
@@ -32,14 +32,12 @@ for step in range(5):
 """
 
 
-@on(Job(3))
-@pytest.mark.parametrize("case", case_names(CASES))
+@on(Job(3), cases=CASES)
 def test_three_ranks(case: str, job: Job) -> None:
     check_case(CASES, case, job)
 
 
-@on(Job(2, "torch"))
-@pytest.mark.parametrize("case", case_names(TRAINING))
+@on(Job(2, "torch"), cases=TRAINING)
 def test_training(case: str, job: Job) -> None:
     check_case(TRAINING, case, job)
 

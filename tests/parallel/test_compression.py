@@ -19,7 +19,7 @@ from choros.parallel.compression.sliced import BLOCK
 from choros.parallel.reduce.gradients import layout_of
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.parallel.reduce.reducer import GradientReducer
-from harness import Job, case_names, check_case, on
+from harness import Job, check_case, on
 from parallel.digits import SGD, accuracy, batches, gradients, initial_weights
 from parallel.threads import on_threads
 
@@ -286,7 +286,6 @@ def test_ranks_with_different_compressions_mismatch(one: Compressor, other: Comp
 # ── on real ranks ────────────────────────────────────────────────────────────────────────────────
 
 
-@on(Job(3))
-@pytest.mark.parametrize("case", case_names(CASES))
+@on(Job(3), cases=CASES)
 def test_three_ranks(case: str, job: Job) -> None:
     check_case(CASES, case, job)

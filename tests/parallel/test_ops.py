@@ -5,13 +5,12 @@ from choros.comm import ProcessSet
 from choros.comm.engines.local import LocalCommunicator
 from choros.parallel import ops
 from choros.parallel.compression import Compression
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import FRAMEWORKS, Job, check_case, on
 
 OPS = "parallel.ops_cases"
 
 
-@on(Job(2), *(Job(2, framework) for framework in FRAMEWORKS))
-@pytest.mark.parametrize("case", case_names(OPS))
+@on(Job(2), *(Job(2, framework) for framework in FRAMEWORKS), cases=OPS)
 def test_two_ranks(case: str, job: Job) -> None:
     check_case(OPS, case, job)
 

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-import pytest
-
-from harness import ROOT, Job, case_names, check_case, on
+from harness import ROOT, Job, check_case, on
 from ranks.job import Launcher
 
 MODULE = "parallel.slow_link_cases"
@@ -29,7 +27,6 @@ class SlowLink(Launcher):
         return "slow link"
 
 
-@on(Job(2, launcher=SlowLink()))
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(Job(2, launcher=SlowLink()), cases=MODULE)
 def test_two_hosts(case: str, job: Job) -> None:
     check_case(MODULE, case, job)

@@ -1,13 +1,10 @@
 """AutoGraph has nothing to report of choros; the cases are in ``autograph_cases.py``."""
 
-import pytest
-
-from harness import Job, case_names, check_case, on
+from harness import Job, check_case, on
 
 MODULE = "tensorflow_face.autograph_cases"
 
 
-@on(Job(2, "tensorflow", name="autograph"))
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(Job(2, "tensorflow", name="autograph"), cases=MODULE)
 def test_two_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)

@@ -13,7 +13,7 @@ import io
 import math
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -50,6 +50,7 @@ class Normed(torch.optim.Adam):
         return loss
 
 
+NORMED: Make = functools.partial(Normed, lr=0.01)
 BY_ITEM: list[Make] = [
     torch.optim.SGD,
     SGD,
@@ -127,6 +128,16 @@ def assert_same_state(optimizer: Any, other: Any, tolerance: float = 0.0) -> Non
     )
 
 
+def in_slices_and_whole(
+    make: Callable[[], Any] = build, tolerance: float = 0.0
+) -> Iterator[tuple[Any, Callable[..., torch.optim.Optimizer]]]:
+    """Models to train with slices and without, and what distributes their optimizers; they end with the same values."""
+    models = [make(), make()]
+    for model, shard_state in zip(models, (True, False), strict=True):
+        yield model, functools.partial(hvd.DistributedOptimizer, shard_state=shard_state)
+    assert_equal(*models, tolerance)
+
+
 def check(make: Make, *, tolerance: float = 0.0, **given: Any) -> None:
     """As unsharded, after the same steps."""
     model, reference = build(), build()
@@ -154,29 +165,21 @@ def case_optimizers_that_work_item_by_item() -> None:
 
 
 def case_optimizers_that_need_whole_parameters() -> None:
-    makes: list[Make] = [functools.partial(Normed, lr=0.01)]
-    if hasattr(torch.optim, "Adafactor"):
-        makes.append(torch.optim.Adafactor)
-    for make in makes:
+    for make in (NORMED, *([torch.optim.Adafactor] if hasattr(torch.optim, "Adafactor") else ())):
         check(make)
         plain, model = build(), build()
         train(plain, make(plain.parameters()), everyones)
         assert_equal(train(model, sharded(make, model)), plain, 1e-4)
     if hasattr(torch.optim, "Muon"):
-        models = [build(), build()]
-        for model, shard_state in zip(models, (True, False), strict=True):
+        for model, distributed in in_slices_and_whole():
             matrices = [each for each in model.parameters() if each.ndim == 2]
             others = [each for each in model.parameters() if each.ndim < 2]
-            optimizers = [
-                hvd.DistributedOptimizer(torch.optim.Muon(matrices), shard_state=shard_state),
-                hvd.DistributedOptimizer(ADAM(others), shard_state=shard_state),
-            ]
+            optimizers = [distributed(torch.optim.Muon(matrices)), distributed(ADAM(others))]
             for step in range(STEPS):
                 model.zero_grad()
                 loss_of(model, own(step)).backward()
                 for optimizer in optimizers:
                     optimizer.step()
-        assert_equal(*models)
 
 
 def case_arguments() -> None:
@@ -187,31 +190,27 @@ def case_arguments() -> None:
 
 
 def case_several_backward_passes() -> None:
-    models = [build(), build()]
-    for model, shard_state in zip(models, (True, False), strict=True):
-        optimizer = hvd.DistributedOptimizer(
-            ADAM(model.parameters()), backward_passes_per_step=2, shard_state=shard_state
-        )
+    for model, distributed in in_slices_and_whole():
+        optimizer = distributed(ADAM(model.parameters()), backward_passes_per_step=2)
         for step in range(0, STEPS, 2):
             optimizer.zero_grad()
             for each in (step, step + 1):
                 (loss_of(model, own(each)) / 2).backward()
             optimizer.step()
-    assert_equal(*models)
 
 
 def case_groups_frozen_parameters_and_schedulers() -> None:
     def settings(model: Any) -> list[dict[str, Any]]:
         return [{"params": [*model[4].parameters()], "lr": 0.02}, {"params": [*model[2].parameters()]}]
 
-    for make in (ADAM, functools.partial(Normed, lr=0.01)):
+    for make in (ADAM, NORMED):
         for created_before in (True, False):
-            models, optimizers = [build(), build()], []
-            for model, shard_state in zip(models, (True, False), strict=True):
+            optimizers = []
+            for model, distributed in in_slices_and_whole():
                 optimizer = make(settings(model))
                 if created_before:
                     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-                hvd.DistributedOptimizer(optimizer, shard_state=shard_state)
+                distributed(optimizer)
                 if not created_before:
                     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
                 model[2].requires_grad_(False)
@@ -221,8 +220,7 @@ def case_groups_frozen_parameters_and_schedulers() -> None:
                 optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 0.03})
                 train(model, optimizer, steps=range(8, 16))
                 optimizers.append(optimizer)
-            assert_equal(*models)
-            assert not torch.equal(models[0][0].weight, build()[0].weight)
+            assert not torch.equal(model[0].weight, build()[0].weight)
             assert_same_state(*optimizers)
 
 
@@ -265,14 +263,12 @@ def case_closures_clipping_and_loss_scales() -> None:
         with optimizer.skip_synchronize():
             scaler.step(optimizer)
 
-    for make in (ADAM, functools.partial(Normed, lr=0.01)):
+    for make in (ADAM, NORMED):
         for one_step in (with_closure, clipped, clipped_in_closure, scaled):
-            models = [build(), build()]
-            for model, shard_state in zip(models, (True, False), strict=True):
-                optimizer = hvd.DistributedOptimizer(make(model.parameters()), shard_state=shard_state)
+            for model, distributed in in_slices_and_whole():
+                optimizer = distributed(make(model.parameters()))
                 for step in range(STEPS):
                     one_step(model, optimizer, step)
-            assert_equal(*models)
 
 
 def case_memory_layouts_and_dtypes() -> None:
@@ -281,16 +277,13 @@ def case_memory_layouts_and_dtypes() -> None:
         layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8 * 9, 1)]
         return torch.nn.Sequential(*layers).to(dtype=dtype, memory_format=torch.channels_last)
 
-    for make in (ADAM, functools.partial(Normed, lr=0.01)):
+    for make in (ADAM, NORMED):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            models = [convolutions(dtype), convolutions(dtype)]
-            assert not models[0][0].weight.is_contiguous()
-            for model, shard_state in zip(models, (True, False), strict=True):
+            for model, distributed in in_slices_and_whole(functools.partial(convolutions, dtype)):
+                assert not model[0].weight.is_contiguous()
                 scalar = torch.nn.Parameter(torch.ones((), dtype=dtype))
                 empty = torch.nn.Parameter(torch.ones(0, dtype=dtype))
-                optimizer = hvd.DistributedOptimizer(
-                    make([*model.parameters(), scalar, empty]), shard_state=shard_state
-                )
+                optimizer = distributed(make([*model.parameters(), scalar, empty]))
                 for step in range(5):
                     optimizer.zero_grad()
                     generator = torch.Generator().manual_seed(10 * step + hvd.rank())
@@ -298,9 +291,6 @@ def case_memory_layouts_and_dtypes() -> None:
                     (model(x).square().mean() * scalar + empty.sum()).backward()
                     optimizer.step()
                 model.register_buffer("scalar", scalar.detach())
-            for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-                assert torch.equal(ours, theirs)
-            assert torch.equal(models[0].scalar, models[1].scalar)
 
 
 @pytest.mark.parametrize("shard_state", [False, True])
@@ -331,13 +321,11 @@ def case_fused_updates_of_other_memory_layouts(shard_state: bool) -> None:
 
 
 def case_parameters_that_move_to_another_dtype() -> None:
-    models = [build(), build()]
-    for model, shard_state in zip(models, (True, False), strict=True):
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), shard_state=shard_state)
+    for model, distributed in in_slices_and_whole():
+        optimizer = distributed(torch.optim.SGD(model.parameters(), lr=0.1))
         train(model, optimizer, steps=range(3))
         model.to(torch.float64)
         train(model, optimizer, lambda step: [tuple(each.double() for each in batch_of(step))], range(3, 6))
-    assert_equal(*models)
 
 
 def case_autograd_detects_that_parameters_have_changed() -> None:
@@ -384,13 +372,10 @@ def case_what_users_see_around_a_step() -> None:
 def case_process_sets() -> None:
     """Each rank is in one of two sets: one trains alone, others together."""
     sets = [hvd.add_process_set(ranks) for ranks in ([0], [*range(1, hvd.size())])]
-    models = [build(), build()]
-    for model, shard_state in zip(models, (True, False), strict=True):
-        process_set = sets[min(hvd.rank(), 1)]
-        optimizer = hvd.DistributedOptimizer(ADAM(model.parameters()), process_set=process_set, shard_state=shard_state)
+    for model, distributed in in_slices_and_whole():
+        optimizer = distributed(ADAM(model.parameters()), process_set=sets[min(hvd.rank(), 1)])
         train(model, optimizer)
         assert optimizer.state_dict()["state"][0]["step"] == STEPS
-    assert_equal(*models)
     del optimizer
     for each in sets:
         hvd.remove_process_set(each)
@@ -433,7 +418,7 @@ def loaded(saved: bytes) -> Any:
 
 
 def case_saved_by_one_rank_and_loaded_anywhere() -> None:
-    for make in (ADAM, SGD, torch.optim.Adagrad, torch.optim.Rprop, functools.partial(Normed, lr=0.01)):
+    for make in (ADAM, SGD, torch.optim.Adagrad, torch.optim.Rprop, NORMED):
         model, reference = build(), build()
         optimizer, unsharded = sharded(make, model), hvd.DistributedOptimizer(make(reference.parameters()))
         train(model, optimizer, steps=range(8))
@@ -479,14 +464,12 @@ def case_saved_on_all_ranks_is_loaded_on_two() -> None:
     train(model, optimizer, steps=range(5))
     saved, weights = loaded(saved_by_rank_0(optimizer)), copy.deepcopy(model.state_dict())
     pair = hvd.add_process_set([0, 1]) if hvd.size() > 2 else hvd.global_process_set
-    models = [build(), build()]
-    for each, shard_state in zip(models, (True, False), strict=True):
+    for each, distributed in in_slices_and_whole():
         each.load_state_dict(weights)
-        again = hvd.DistributedOptimizer(ADAM(each.parameters()), process_set=pair, shard_state=shard_state)
+        again = distributed(ADAM(each.parameters()), process_set=pair)
         again.load_state_dict(copy.deepcopy(saved))
         if pair.included():
             train(each, again, steps=range(5, 10))
-    assert_equal(*models)
     del again
     if hvd.size() > 2:
         hvd.remove_process_set(pair)
@@ -506,7 +489,7 @@ def case_copies_are_plain_optimizers() -> None:
 
 
 def case_state_that_one_rank_has_loaded_is_broadcast() -> None:
-    for make in (ADAM, torch.optim.Adagrad, functools.partial(Normed, lr=0.01)):
+    for make in (ADAM, torch.optim.Adagrad, NORMED):
         for used in (False, True):
             trained = build()
             before = make(trained.parameters())
@@ -601,7 +584,7 @@ def case_a_state_that_one_rank_alone_has_loaded() -> None:
 
 
 def case_join() -> None:
-    for make, clips in ((ADAM, False), (ADAM, True), (functools.partial(Normed, lr=0.01), False)):
+    for make, clips in ((ADAM, False), (ADAM, True), (NORMED, False)):
         models, references = ([build(seed) for seed in range(2)] for _ in range(2))
         results = []
         for nets, shard_state in ((models, True), (references, False)):
@@ -636,16 +619,14 @@ def case_join() -> None:
 
 
 def case_ranks_that_never_have_a_batch() -> None:
-    models = [build(), build()]
-    for model, shard_state in zip(models, (True, False), strict=True):
-        optimizer = hvd.DistributedOptimizer(ADAM(model.parameters()), shard_state=shard_state)
+    for model, distributed in in_slices_and_whole():
+        optimizer = distributed(ADAM(model.parameters()))
         if hvd.rank() == 1:
             train(model, optimizer)
         assert hvd.join() == 1
         assert optimizer.state_dict()["state"][0]["step"] == STEPS
         del optimizer
         gc.collect()
-    assert_equal(*models)
 
 
 def case_joined_ranks_and_gradients_that_the_user_reduces() -> None:
@@ -670,14 +651,12 @@ def case_joined_ranks_and_gradients_that_the_user_reduces() -> None:
 
 
 def case_groups_that_users_append_themselves() -> None:
-    models = [build(), build()]
-    for model, shard_state in zip(models, (True, False), strict=True):
-        optimizer = hvd.DistributedOptimizer(ADAM(model[4].parameters()), shard_state=shard_state)
+    for model, distributed in in_slices_and_whole():
+        optimizer = distributed(ADAM(model[4].parameters()))
         train(model, optimizer, steps=range(2))
         optimizer.param_groups.append({**optimizer.param_groups[0], "params": [*model[0].parameters()]})
         model.zero_grad()
         train(model, optimizer, steps=range(2, 5))
-    assert_equal(*models)
 
 
 class Embedded(torch.nn.Module):
@@ -701,10 +680,10 @@ def words(step: int) -> torch.Tensor:
 
 @torch.sparse.check_sparse_tensor_invariants(enable=False)
 def case_sparse_gradients() -> None:
-    def both(kind: Any, **settings: Any) -> Callable[[Embedded, bool], list[Any]]:
-        return lambda net, as_dense: [kind(net.parameters(), **settings)]
+    def both(kind: Any, **settings: Any) -> Callable[[Embedded], list[Any]]:
+        return lambda net: [kind(net.parameters(), **settings)]
 
-    def tables(net: Embedded, as_dense: bool) -> list[Any]:
+    def tables(net: Embedded) -> list[Any]:
         return [torch.optim.SparseAdam([net.table.weight], lr=0.1), ADAM(net.dense.parameters())]
 
     for make in (
@@ -715,13 +694,9 @@ def case_sparse_gradients() -> None:
     ):
         for as_dense in (False, True):
             for joins in (False, True):
-                nets = [Embedded(5), Embedded(5)]
                 states = []
-                for net, shard_state in zip(nets, (True, False), strict=True):
-                    optimizers = [
-                        hvd.DistributedOptimizer(each, sparse_as_dense=as_dense, shard_state=shard_state)
-                        for each in make(net, as_dense)
-                    ]
+                for net, distributed in in_slices_and_whole(functools.partial(Embedded, 5), 1e-6):
+                    optimizers = [distributed(each, sparse_as_dense=as_dense) for each in make(net)]
                     for step in range(counts()[hvd.rank()] if joins else 6):
                         for optimizer in optimizers:
                             optimizer.zero_grad()
@@ -733,7 +708,6 @@ def case_sparse_gradients() -> None:
                     states.append([each.state_dict()["state"] for each in optimizers])
                     del optimizers, optimizer
                     gc.collect()
-                assert_equal(*nets, 1e-6)
                 torch.testing.assert_close(*map(dense, states), rtol=1e-6, atol=1e-6)
 
 

@@ -8,26 +8,23 @@ import pytest
 from choros import settings
 from choros.parallel.reduce.plan import bucket_bytes
 from choros.settings import Config
-from harness import Job, case_names, check_case, on
+from harness import Job, check_case, on
 
 MODULE = "torch_face.torch_cases"
 COLLECTIVES = "torch_face.collective_cases"
 
 
-@on(Job(2, "torch"))
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(Job(2, "torch"), cases=MODULE)
 def test_two_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 
 
-@on(Job(3, "torch"))
-@pytest.mark.parametrize("case", case_names("torch_face.join_cases"))
+@on(Job(3, "torch"), cases="torch_face.join_cases")
 def test_three_ranks(case: str, job: Job) -> None:
     check_case("torch_face.join_cases", case, job)
 
 
-@on(Job(2, "torch"))
-@pytest.mark.parametrize("case", case_names(COLLECTIVES))
+@on(Job(2, "torch"), cases=COLLECTIVES)
 def test_collectives(case: str, job: Job) -> None:
     check_case(COLLECTIVES, case, job)
 

@@ -2,21 +2,15 @@
 
 import pytest
 
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import FRAMEWORKS, Job, case_names, check_case, on_frameworks
 
 FIT = "training.divergence_cases"
 LOOPS = {"torch": "torch_face.divergence_cases", "tensorflow": "tensorflow_face.divergence_cases"}
 
 
-@on(*(Job(2, framework) for framework in FRAMEWORKS))
-@pytest.mark.parametrize("case", case_names(FIT))
+@on_frameworks(FIT, on_three=["case_a_flipped_bit_is_found_in_fit"])  # there, the rank is named
 def test_fit(case: str, job: Job) -> None:
     check_case(FIT, case, job)
-
-
-@on(Job(3, "torch"))
-def test_the_rank_is_named(job: Job) -> None:
-    check_case(FIT, "case_a_flipped_bit_is_found_in_fit", job)
 
 
 @pytest.mark.parametrize(

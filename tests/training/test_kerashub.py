@@ -5,7 +5,7 @@ KerasHub is not among what the tests install: it needs tensorflow-text, which br
 
 import pytest
 
-from harness import FRAMEWORKS, Job, case_names, check_case, needs, on
+from harness import FRAMEWORKS, Job, check_case, needs, on
 from ranks.job import HIDDEN
 
 MODULE = "training.kerashub_cases"
@@ -17,7 +17,6 @@ pytestmark = [needs("keras_hub"), needs("tensorflow"), pytest.mark.slow, pytest.
 JOBS = [Job(ranks, each, ((HIDDEN, ""),), anew=True, name="kerashub") for each in FRAMEWORKS for ranks in (1, 2)]
 
 
-@on(*JOBS)
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(*JOBS, cases=MODULE)
 def test_ranks(case: str, job: Job) -> None:
     check_case(MODULE, case, job)

@@ -5,15 +5,14 @@ from collections.abc import Iterable
 
 import pytest
 
-from harness import Job, case_names, check_case, on
+from harness import Job, check_case, on
 from training.matrix import BOUND, DIMENSIONS, Cell, covering
 from training.matrix_results import PAGE, PARTS, Part, Results, page
 
 MODULE = "training.matrix_cases"
 
 
-@on(Job(2, "torch"))
-@pytest.mark.parametrize("case", case_names(MODULE))
+@on(Job(2, "torch"), cases=MODULE)
 def test_every_pair_of_values(case: str, job: Job) -> None:
     check_case(MODULE, case, job)
 

@@ -1,24 +1,15 @@
 """The gradient noise scale where users see it; its numbers: ``tests/parallel/test_noise.py``."""
 
-import pytest
-
-from harness import FRAMEWORKS, Job, case_names, check_case, on
+from harness import Job, check_case, on, on_frameworks
 
 FIT, LOOP = "training.noise_cases", "torch_face.noise_cases"
 
 
-@on(*(Job(2, framework) for framework in FRAMEWORKS))
-@pytest.mark.parametrize("case", case_names(FIT))
+@on_frameworks(FIT, on_three=["case_a_strategy"])
 def test_fit(case: str, job: Job) -> None:
     check_case(FIT, case, job)
 
 
-@on(Job(3, "torch"))
-def test_fit_on_three_ranks(job: Job) -> None:
-    check_case(FIT, "case_a_strategy", job)
-
-
-@on(Job(2, "torch"))
-@pytest.mark.parametrize("case", case_names(LOOP))
+@on(Job(2, "torch"), cases=LOOP)
 def test_a_loop(case: str, job: Job) -> None:
     check_case(LOOP, case, job)

@@ -147,7 +147,8 @@ class SlicedUpdate:
                 given[position] = host.reshape(-1)
             kinds = [of_models(each, models) for each in layout]
             reducer = self._reduction.reducer
-            return gather_slices(reducer.config.process_set.communicator, kinds, given, name=reducer.name)
+            communicator = reducer.config.process_set.communicator
+            return gather_slices(communicator, kinds, {communicator.rank: given}, name=reducer.name)
 
         given = [jnp.asarray(own[indices[position]], layout[position].dtype) for position in here]
         outputs = [ArraySpec(each.shape, each.dtype) for each in layout]
@@ -183,7 +184,7 @@ class SlicedUpdate:
             raise ConfigError("whole_state was given the state of another transformation, or of other parameters.")
         owners = self._owners(params, division)
         outlines = {path: (np.shape(value), np.dtype(value.dtype)) for path, value in own.items()}
-        kinds = allgather_object(outlines, process_set=process_set)
+        kinds, communicator = allgather_object(outlines, process_set=process_set), process_set.communicator
         values = []
         for path, spec in _with_paths(expected):
             if path not in owners:
@@ -193,7 +194,8 @@ class SlicedUpdate:
             dtype = next((each[path][1] for each in kinds if path in each), spec.dtype)
             layout = SliceLayout(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
             items = np.asarray(own.get(path, np.empty(0)), dtype).reshape(-1)[: layout.items(division.rank)]
-            values += gather_slices(process_set.communicator, [layout], [items], name=self._reduction.reducer.name)
+            held = {communicator.rank: [items]}
+            values += gather_slices(communicator, [layout], held, name=self._reduction.reducer.name)
         return jax.tree.structure(expected).unflatten(values)
 
     def own(self, whole: Any, params: Any) -> Any:

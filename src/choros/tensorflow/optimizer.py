@@ -18,6 +18,7 @@ from choros.training import horovod_optimizer
 _LegacyOptimizer: Any = tf.compat.v1.train.Optimizer
 
 
+@unconverted
 @documented(
     **{
         **REDUCTION_ARGUMENTS,
@@ -58,49 +59,37 @@ def DistributedOptimizer(
         >>> hvd.init()
         >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
     """
-    del device_dense, device_sparse
-    given: dict[str, Any] = {
-        "op": op,
-        "compression": compression,
-        "sparse_as_dense": sparse_as_dense,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "groups": groups if groups is not None else num_groups,
-        "process_set": process_set,
-        "scale_local_gradients": scale_local_gradients,
-    }
-    accumulated: dict[str, Any] = {
-        "backward_passes_per_step": backward_passes_per_step,
-        "average_aggregated_gradients": average_aggregated_gradients,
-    }
+    given = dict(locals())
     if isinstance(optimizer, keras.optimizers.Optimizer):
-        return horovod_optimizer.DistributedOptimizer(optimizer, name, **given, **accumulated, shard_state=shard_state)
+        del given["use_locking"]
+        return horovod_optimizer.DistributedOptimizer(**given)
     if shard_state:
         raise ConfigError(
             "shard_state=True needs a Keras optimizer, such as keras.optimizers.Adam(): see docs/shard-state.md."
         )
-    return _of_tensorflow_1(optimizer, name, use_locking, given, accumulated)
+    return _of_tensorflow_1(optimizer, given)
 
 
-def _of_tensorflow_1(
-    optimizer: Any, name: str | None, use_locking: bool, given: dict[str, Any], accumulated: dict[str, Any]
-) -> Any:
+def _of_tensorflow_1(optimizer: Any, given: dict[str, Any]) -> Any:
     if not isinstance(optimizer, _LegacyOptimizer):
         raise ConfigError(
             f"DistributedOptimizer takes a Keras optimizer or one of tf.compat.v1.train, not a "
             f"{type(optimizer).__name__}: create one, such as keras.optimizers.Adam(), and pass it."
         )
-    passes = accumulated["backward_passes_per_step"]
-    named = name or f"Distributed{type(optimizer).__name__}"
-    reduction = reduction_of(**given)
+    named = given["name"] or f"Distributed{type(optimizer).__name__}"
+    common = {key: given[key] for key in ("sparse_as_dense", "process_set", "scale_local_gradients")}
+    reducing = {key: given[key] for key in ("op", "compression", "gradient_predivide_factor")}
+    groups = given["num_groups"] if given["groups"] is None else given["groups"]
+    reduction = reduction_of(**common, **reducing, groups=groups)
     aggregation = None
-    if passes != 1:
+    if given["backward_passes_per_step"] != 1:
         if isinstance(reduction, AdasumReduction):
             raise ConfigError("op=Adasum with an optimizer of TensorFlow 1 needs backward_passes_per_step=1.")
-        common = {key: given[key] for key in ("sparse_as_dense", "process_set", "scale_local_gradients")}
+        accumulated = {key: given[key] for key in ("backward_passes_per_step", "average_aggregated_gradients")}
         aggregation = LocalGradientAggregationHelper(
             allreduce_func=reduction.reduce, rank=0, optimizer_type="", name=named, **common, **accumulated
         )
-    return _DistributedLegacyOptimizer(optimizer, reduction, aggregation, named, use_locking)
+    return _DistributedLegacyOptimizer(optimizer, reduction, aggregation, named, given["use_locking"])
 
 
 @final

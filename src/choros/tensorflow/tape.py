@@ -132,6 +132,7 @@ def DistributedGradientTape(
     return tape
 
 
+@unconverted
 @documented(**_ARGUMENTS)
 def PartialDistributedGradientTape(
     gradtape: Any,
@@ -148,20 +149,9 @@ def PartialDistributedGradientTape(
     scale_local_gradients: bool = True,
 ) -> Any:
     """``DistributedGradientTape`` for a model of which each rank has some layers of its own."""
-    local = local_variables(local_layers)
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    arguments = dict(locals())
+    local = local_variables(arguments.pop("local_layers"))
+    tape = DistributedGradientTape(**arguments)
     for variable in local:
         tape.register_local_source(variable)
     return tape

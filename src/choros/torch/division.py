@@ -43,17 +43,19 @@ class DividedParameter:
             return (stop - start,)
         return ((stop - start) // math.prod(parameter.shape[1:]), *parameter.shape[1:])
 
+    def items(self, whole: Any, rank: int) -> Any:
+        """The items of ``rank`` of a tensor of the parameter's shape, in its memory."""
+        return whole.reshape(-1)[slice(*self.ranges[rank])].view(self.shape(whole, rank))
+
     def cut(self, state: State, parameter: Any, rank: int) -> State:
         """Returns the part of ``rank`` of the whole state of a parameter; values of its shape are of items."""
         start, stop = self.ranges[rank]
         if stop - start == parameter.numel():
             return state
-        shape = self.shape(parameter, rank)
 
         def part(value: Any) -> Any:
-            if not torch.is_tensor(value) or value.shape != parameter.shape:
-                return value
-            return dense(value).reshape(-1)[start:stop].clone().view(shape)
+            is_of_items = torch.is_tensor(value) and value.shape == parameter.shape
+            return self.items(dense(value), rank).clone() if is_of_items else value
 
         return {key: part(value) for key, value in state.items()} if start < stop else {}
 

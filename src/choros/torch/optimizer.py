@@ -77,7 +77,8 @@ class _HorovodMethods:
         """Sets the number of backward passes before each ``step``; all ranks call it, between two steps."""
         if passes < 1:
             raise ConfigError(f"backward_passes_per_step={passes} must be 1 or more.")
-        _hook_of(self).set_micro_batches(passes)
+        if (exchange := _hook_of(self).exchange) is not None:
+            exchange.micro_batches = passes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Torch's method; backward passes before it do not count, such as that of a GAN's generator for its critic."""

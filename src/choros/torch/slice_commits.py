@@ -135,7 +135,8 @@ def _gathered(
 ) -> dict[int, State]:
     """Returns this rank's part of the state of each parameter, by its number."""
     communicator = slices.process_set.communicator
-    copies = {} if slices.is_whole or slices.saved is None else slices.saved.decoded_copy()
+    saved = None if slices.is_whole else slices.saved
+    copies = decoded(saved.copy.tobytes()) if saved is not None and saved.copy.size else {}
     request, parts = Request("state of a parameter", name=slices.name), {}
     for index, parameter in enumerate(before):
 

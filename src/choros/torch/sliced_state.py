@@ -41,7 +41,7 @@ from choros.parallel.reduce.gradients import Ranges, SliceLayout, SparseRows
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.slices import Holders, check_slices, gather_parts, gather_slices, own_items
 from choros.torch.division import DividedParameter, ParameterDivider, State, parameters_of
-from choros.torch.messages import decoded, encoded_or_refused
+from choros.torch.messages import encoded_or_refused
 
 _ATTRIBUTE = "_choros_slices"
 _arrays = TorchArrays()
@@ -60,10 +60,6 @@ class SavedSlices:
     own: Mapping[int, State]
     others: State
     copy: NDArray[np.uint8]
-
-    def decoded_copy(self) -> dict[int, State]:
-        """By the parameters' numbers, the other rank's slice."""
-        return decoded(self.copy.tobytes()) if self.copy.size else {}
 
 
 @final
@@ -124,11 +120,6 @@ class ParameterSlices:
                 self.reducer.name = name
 
     @property
-    def are_of_present_ranks(self) -> bool:
-        """Whether the state was cut for the ranks that there are now."""
-        return self.holders.members == self.process_set.communicator.launched
-
-    @property
     def text(self) -> str:
         """How the state is divided, as requests and errors say it."""
         shapes = ", ".join(str(self._layout(each)) for each in self.divided)
@@ -170,14 +161,12 @@ class ParameterSlices:
         self._updated = list(items)
         for parameter, gradient in items.items():
             division = self.divided[parameter]
-            start, stop = division.ranges[self.number]
-            if start == stop:
+            if division.own is None:
                 continue
-            if division.own is not parameter:
-                part = parameter.data.reshape(-1)[start:stop].view(division.shape(parameter, self.number))
-                division.own.data = part
             if division.own is parameter:
                 self._own_gradients.append((parameter, parameter.grad))
+            else:
+                division.own.data = division.items(parameter.data, self.number)
             division.own.grad = self._placed(optimizer, parameter, gradient, division)
         for group in optimizer.param_groups:
             whole = group["params"]
@@ -225,7 +214,8 @@ class ParameterSlices:
 
     def _gather(self) -> None:
         """Gives the parameters of the update the items of all ranks' slice parameters."""
-        updated, layout, outs, own = self._updated, [], [], []
+        updated, communicator = self._updated, self.process_set.communicator
+        layout, outs, own = [], [], []
         for parameter in updated:
             each, items = self._layout(parameter), self.divided[parameter].own
             if _arrays.own_host_memory([parameter]):  # the slice parameter is a part of it
@@ -237,7 +227,7 @@ class ParameterSlices:
             layout.append(each)
             outs.append(out)
             own.append(mine)
-        gather_slices(self.process_set.communicator, layout, own, outs, self.name)
+        gather_slices(communicator, layout, {communicator.rank: own}, outs, self.name)
         for parameter, out in zip(updated, outs, strict=True):
             if not _arrays.own_host_memory([parameter]):
                 parameter.data.copy_(_arrays.from_host(out.reshape(parameter.shape), parameter))
@@ -251,9 +241,8 @@ class ParameterSlices:
         for parameter, division in self.divided.items():
             start, stop = division.ranges[self.number]
             if start < stop and division.own is None:
-                whole = stop - start == parameter.numel()
-                part = parameter.data.reshape(-1)[start:stop].view(division.shape(parameter, self.number))
-                division.own = parameter if whole else torch.nn.Parameter(part, requires_grad=False)
+                part = torch.nn.Parameter(division.items(parameter.data, self.number), requires_grad=False)
+                division.own = parameter if stop - start == parameter.numel() else part
         self._state = optimizer.state
         if not self.is_whole:
             return

@@ -199,7 +199,9 @@ class GradientHook:
     @property
     def takes_steps(self) -> bool:
         """Whether the optimizer may make steps with the ranks that there are: not if its slices are those of others."""
-        return self.process_set is not None and (self._sliced is None or self._sliced.slices.are_of_present_ranks)
+        if self.process_set is None or self._sliced is None:
+            return self.process_set is not None
+        return bool(self._sliced.slices.holders.members == self.process_set.communicator.launched)
 
     def drop_gradients(self) -> None:
         """Forgets backward passes since the last step, whose gradients are made zeros."""
@@ -291,11 +293,6 @@ class GradientHook:
             self._sliced.participate(optimizer, parts)
         elif self.exchange is not None:
             self.exchange.participate(parts)
-
-    def set_micro_batches(self, passes: int) -> None:
-        """Sets the number of backward passes before each step."""
-        if self.exchange is not None:
-            self.exchange.micro_batches = passes
 
     def _reducing(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         evaluations = itertools.count()

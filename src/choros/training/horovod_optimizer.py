@@ -122,20 +122,9 @@ def PartialDistributedOptimizer(
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4), keras.layers.Dense(1)])
         >>> optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=model.layers[:1])
     """
-    del name, device_dense, device_sparse
-    local = local_variables(local_layers)
-    optimizer = DistributedOptimizer(
-        optimizer,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    arguments = dict(locals())
+    local = local_variables(arguments.pop("local_layers"))
+    optimizer = DistributedOptimizer(**arguments)
     for variable in local:
         optimizer.register_local_var(variable)
     return optimizer

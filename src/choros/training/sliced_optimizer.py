@@ -21,7 +21,9 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
+from choros.comm import Reduction
 from choros.errors import ConfigError
+from choros.parallel.ops import allreduce
 from choros.training.keras_internals import slice_variables
 from choros.training.keras_internals.models import (
     derive,
@@ -117,7 +119,8 @@ class _SlicedLossScale:
 
     def check_finite(self, grads: Any) -> Any:
         """Whether the gradients of all ranks' slices are finite."""
-        return slices_of(self).all_finite(super().check_finite(grads))  # type: ignore[misc]
+        finite = keras.ops.cast(super().check_finite(grads), "float32")  # type: ignore[misc]
+        return allreduce(finite, Reduction.MIN, process_set=slices_of(self).process_set) > 0
 
 
 def apply_scaled(optimizer: Any, gradients: Sequence[Any], own: Sequence[Any]) -> None:

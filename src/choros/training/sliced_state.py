@@ -18,7 +18,7 @@ from choros.comm.membership import Change
 from choros.errors import ConfigError
 from choros.parallel.ops import allreduce
 from choros.parallel.reduce.gradients import Ranges, SliceLayout
-from choros.parallel.reduce.slices import Holders, even_slices, gather_held, whole_slices
+from choros.parallel.reduce.slices import Holders, even_slices, gather_slices, whole_slices
 from choros.training.host_gradients import dtype_of, is_embedding, keras_arrays, scaled
 from choros.training.keras_internals import slice_variables
 from choros.training.keras_internals.models import NEED_ALL, NEED_VARIABLES, MultiOptimizer, apply_count, innermost
@@ -254,7 +254,7 @@ class Slices:
                 if self.receives_whole:  # what comes of a rank that is lost overwrites the others' items, too
                     held = {number: [each.copy() for each in parts] for number, parts in held.items()}
                 begin()
-                gather_held(communicator, layout, self.holders, held, outs)
+                gather_slices(communicator, layout, held, outs, holders=self.holders)
                 self.seen = communicator.launched
                 return
         here = [(place, (index, n)) for place, index in enumerate(indices) for n in self.held if (index, n) in self.own]
@@ -274,7 +274,7 @@ class Slices:
                 held[number][place] = host.reshape(-1)
             begin()
             outs = None if out is None else [each.reshape(-1) for each in out]
-            gathered = gather_held(communicator, layout, self.holders, held, outs)
+            gathered = gather_slices(communicator, layout, held, outs, holders=self.holders)
             self.seen = communicator.launched
             return gathered
 
@@ -322,11 +322,6 @@ class Slices:
             return gradient if gradient is None or piece is None else scaled(gradient, factors[piece[0]], own)
 
         return [times(*pair) for pair in zip(gradients, self.clipped, strict=True)]
-
-    def all_finite(self, finite: Any) -> Any:
-        """Returns whether ``finite`` is true on all ranks."""
-        number = keras.ops.cast(finite, "float32")
-        return allreduce(number, Reduction.MIN, process_set=self.process_set) > 0
 
 
 def works_by_item(optimizer: Any) -> bool:

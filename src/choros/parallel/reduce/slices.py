@@ -272,48 +272,33 @@ def own_items(array: Any, start: int, stop: int) -> Any:
 def gather_slices(
     communicator: Communicator,
     layout: Sequence[SliceLayout],
-    own: Sequence[Array],
+    held: Mapping[int, Sequence[Array]],
     outs: Sequence[Array] | None = None,
     name: str = "",
+    holders: Holders | None = None,
 ) -> list[Array]:
-    """Gathers arrays of which each rank has its items: ``own`` of this rank, flat. They are written to ``outs``, flat
-    and maybe the memory of ``own``, or new ones. All ranks call it with the same ``layout``.
+    """Gathers arrays of which ranks have slices: ``held`` are this rank's items, flat, by the slices' numbers. They are
+    written to ``outs``, flat and maybe the memory of ``held``, or new ones. All ranks call it with the same ``layout``.
+    ``holders``: of these ranks some may be lost meanwhile, and ``outs`` are other memory; else each has its slice only.
+
+    Raises:
+        PeerLostError: on all ranks, if those that had a slice were all lost.
 
     >>> from choros.comm.engines.threads import run_threads
     >>> layout = [SliceLayout((5,), np.dtype("float32"), ((0, 2), (2, 5)))]
     >>> def gather(communicator):
     ...     items = np.full(layout[0].items(communicator.rank), communicator.rank, np.float32)
-    ...     return gather_slices(communicator, layout, [items])[0].tolist()
+    ...     return gather_slices(communicator, layout, {communicator.rank: [items]})[0].tolist()
     >>> run_threads(gather, 2)
     [[0.0, 0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0, 1.0]]
-    """
-
-    def gather() -> list[Array]:
-        check_slices(len(layout[0].ranges) if layout else communicator.size, communicator)
-        return gather_held(communicator, layout, Holders(communicator.launched), {communicator.rank: own}, outs, name)
-
-    return communicator.atomic(gather)
-
-
-def gather_held(
-    communicator: Communicator,
-    layout: Sequence[SliceLayout],
-    holders: Holders,
-    held: Mapping[int, Sequence[Array]],
-    outs: Sequence[Array] | None = None,
-    name: str = "",
-) -> list[Array]:
-    """``gather_slices`` of slices of which ranks may be lost meanwhile: ``held`` are this rank's, by their numbers, and
-    in an elastic job no memory of ``outs``.
-
-    Raises:
-        PeerLostError: on all ranks, if those that had a slice were all lost.
     """
     request = _gather_request(tuple(layout), name)
     flats = [aligned_empty((math.prod(each.shape),), each.dtype) for each in layout] if outs is None else outs
 
     def collective() -> None:
-        senders = holders.senders(communicator.launched)
+        if holders is None:
+            check_slices(len(layout[0].ranges) if layout else communicator.size, communicator)
+        senders = (holders or Holders(communicator.launched)).senders(communicator.launched)
         sent: list[list[int]] = [[] for _ in range(communicator.size)]
         for number, sender in enumerate(senders):
             sent[sender].append(number)
@@ -330,7 +315,7 @@ def gather_held(
             communicator.gather_in_place(flat, [sum(layout[index].items(number) for number in each) for each in sent])
         for dtype in dict.fromkeys(each.dtype for each in layout):
             same = [index for index, each in enumerate(layout) if each.dtype == dtype and index not in large]
-            parts = _shares([layout[i] for i in same], [flats[i] for i in same], len(holders.members))
+            parts = _shares([layout[i] for i in same], [flats[i] for i in same], len(senders))
             own = [held[number][i] for number in sent[communicator.rank] for i in same if held[number][i].size]
             gather_shares(communicator, own, [[part for number in each for part in parts[number]] for each in sent])
 
