@@ -231,6 +231,17 @@ def case_class_weights():
     check_transparent(class_weight={0: 1.0, 1: 3.0, 2: 0.5})
 
 
+def case_regularisation_counts_once():
+    def make():
+        keras.utils.set_random_seed(1)
+        dense = keras.layers.Dense(CLASSES, kernel_regularizer=keras.regularizers.L2(0.05))
+        model = keras.Sequential([keras.Input((FEATURES,)), dense])
+        model.compile(keras.optimizers.SGD(0.1), LOSS())
+        return model
+
+    check_transparent(make)
+
+
 def of_two_outputs() -> keras.Model:
     keras.utils.set_random_seed(1)
     left, right = keras.Input((FEATURES,), name="left"), keras.Input((FEATURES,), name="right")

@@ -7,7 +7,7 @@ LOOPS = "distribute.custom_loop_cases"
 #: Cases that do not depend on the framework, or need one library, with the frameworks that run them.
 ON_SOME = {
     # The optimizer is that of ``keras_face/training_cases.py``, where these arguments are tested on all frameworks.
-    # Under ``MirroredStrategy``, ``training/test_matrix.py`` has them, and regularisation.
+    # Under ``MirroredStrategy``, ``training/test_matrix.py`` has them, and regularisation on PyTorch.
     "case_central_storage_with_clipping_and_momentum": "torch",
     "case_infinity_on_one_replica_only": "torch",
     "case_mixed_precision_scales_the_loss_by_itself": "torch",
@@ -30,6 +30,7 @@ ON_SOME = {
     # Losses say what they divided by; test_losses.py has more of them.
     "case_several_inputs_and_outputs": "torch tensorflow",
     "case_example_weights": "torch jax",
+    "case_regularisation_counts_once": "tensorflow",
     "case_several_steps_per_execution": "torch tensorflow",
     "case_batches_of_a_py_dataset": "torch jax",
     "case_single_batches_equal_one_device": "torch jax tensorflow",

@@ -117,7 +117,7 @@ class Members(Primitives):
                     first = False
                     if again is not None:
                         again()
-            except (KeyboardInterrupt, SystemExit):
+            except KeyboardInterrupt:
                 if self._section.has_turn and self.size > 1:
                     self._break_off(self._asked)
                 raise
