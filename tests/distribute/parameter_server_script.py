@@ -93,7 +93,9 @@ OPTIMIZERS = {
     "decayed": lambda: keras.optimizers.AdamW(
         keras.optimizers.schedules.ExponentialDecay(0.01, 5, 0.5), clipnorm=0.1, weight_decay=0.1
     ),
-    "accumulating": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, clipvalue=0.01),
+    "accumulating": lambda: keras.optimizers.Adam(
+        keras.optimizers.schedules.ExponentialDecay(0.01, 5, 0.5), gradient_accumulation_steps=4, clipvalue=0.01
+    ),
     "averaging": lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9),
 }
 
@@ -351,9 +353,9 @@ def case_invalid_functions_and_arguments_are_errors():
 def case_objects_created_after_the_first_schedule():
     rows = slice(STEPS // 2 * BATCH)
     with strategy.scope():
-        model = network(40, OPTIMIZERS["adam"]())
+        model = network(40, keras.optimizers.LossScaleOptimizer(OPTIMIZERS["adam"](), initial_scale=1024.0))
         seen = keras.metrics.Sum()
-    alone = network(40, OPTIMIZERS["adam"]())
+    alone = network(40, keras.optimizers.LossScaleOptimizer(OPTIMIZERS["adam"](), initial_scale=1024.0))
     for each in (model, alone):
         train(each)
     assert_close(model.get_weights(), alone.get_weights())

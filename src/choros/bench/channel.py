@@ -41,7 +41,8 @@ ADDRESS, KEY = "CHOROS_BENCH_ADDRESS", "CHOROS_BENCH_KEY"
 COORDINATOR, PROCESS = "choros bench", "a process of a contender"
 
 _CACHE_LINE = 8  # 64-bit words
-_SPINS_BEFORE_YIELDING = 200
+#: There may be more processes than cores, which those that yield for long may keep (``comm/algorithms/tuning.py``).
+_SPINS_BEFORE_YIELDING, _SPINS_BEFORE_SLEEPING = 200, 2000
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Barrier:
             spins = 0
             while counters[other] < reached:
                 spins += 1
-                if spins > _SPINS_BEFORE_YIELDING:  # there may be more processes than cores
-                    os.sched_yield()
+                if spins > _SPINS_BEFORE_YIELDING:
+                    os.sched_yield() if spins <= _SPINS_BEFORE_SLEEPING else time.sleep(durations.POLL)
                     if time.monotonic() > deadline:
                         raise TimeoutError(
                             "another process of this contender did not reach the barrier in "

@@ -99,6 +99,16 @@ def _to_norm(gradient: Array, norm: float, limit: float) -> Array:
     return gradient if norm <= limit else gradient * np.asarray(limit / norm, gradient.dtype)
 
 
+class _OfMicroBatches(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+    """A schedule for updates of so many batches each, which counts batches, as Keras does."""
+
+    def __init__(self, schedule: Callable[[Any], Any], steps: int) -> None:
+        self._schedule, self._steps = schedule, steps
+
+    def __call__(self, step: Any) -> Any:
+        return self._schedule((step + 1) * self._steps - 1)
+
+
 @final
 class RemoteOptimizer:
     """An optimizer of the scope and its counterparts on the servers; only the chief keeps slots, without applying it;
@@ -136,6 +146,8 @@ class RemoteOptimizer:
     def prepare(self) -> None:
         """Records the optimizer's class and configuration, while its variables can still be read."""
         config = optimizer_config(self._optimizer)
+        if (steps := self._optimizer.gradient_accumulation_steps) and follows_schedule(self._optimizer):
+            config["learning_rate"] = _OfMicroBatches(config["learning_rate"], steps)
         config.update({name: None for name in _APPLIED_ON_WORKER if name in config})
         self._recipe = cloudpickle.dumps((own_class(self._optimizer), config))
 

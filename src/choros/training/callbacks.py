@@ -11,16 +11,19 @@ from typing import Any, final
 import keras
 
 from choros import durations
-from choros.comm import global_process_set, is_initialized, topology
+from choros.comm import Request, global_process_set, is_initialized, topology
 from choros.data.epochs import epochs_of_steps
 from choros.data.kinds import epochs_of_shard
 from choros.data.rows import Part
+from choros.errors import ConfigError
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.observe.progress import page
+from choros.parallel.objects import broadcast_object
 from choros.parallel.reduce import noise
 from choros.settings import current
 from choros.training.first_rank import is_first
+from choros.training.keras_internals.fit import initial_epoch, set_initial_epoch
 from choros.training.keras_internals.models import is_built, overrides
 from choros.training.loading import time_loading
 from choros.training.metrics import (
@@ -36,6 +39,7 @@ from choros.training.run_state import RunCallback
 from choros.training.trainer import Steps, attach, model_variables
 from choros.training.variables import broadcast_variables
 
+_FIRST_EPOCH = Request("first epoch")
 _log = logging.getLogger("choros")
 _NOT_MEASURED = "CHOROS_NOISE_SCALE has measured no step of this fit: docs/training.md says which steps are."
 
@@ -94,7 +98,8 @@ class EpochCallback(keras.callbacks.Callback):
 
 @final
 class BroadcastGlobalVariablesCallback(EpochCallback):
-    """Starts all ranks from the weights and the optimizer state of one rank, before the first step.
+    """Starts all ranks from the weights, the optimizer state and the epoch of one rank, before the first step. What
+    restores them on that rank, such as Keras' ``BackupAndRestore``, comes before this callback in the list.
 
     Horovod broadcasts after the first batch, whose loss is then computed from different weights. So does this callback
     for a model on TensorFlow that infers its input shape from the first batch, as it has no weights before.
@@ -103,6 +108,9 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         root_rank: the rank whose variables all ranks receive; a global rank.
         device: Horovod's; has no effect.
         local_variables: variables that are not broadcast, or one variable.
+
+    Raises:
+        ConfigError: on all ranks, if they do not begin with the same epoch.
 
     Example:
         >>> BroadcastGlobalVariablesCallback(0).root_rank
@@ -115,18 +123,32 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         self.root_rank = root_rank
         local = [local_variables] if hasattr(local_variables, "assign") else local_variables or ()
         self._left_out = {id(variable) for variable in local}
+        self._is_first = False  # epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts if the model is built, else schedules the broadcast; a rank that came later has the weights."""
         super().on_train_begin(logs)
         if self._steps.epochs is not None and self._steps.epochs.is_late:
             return
+        self._is_first = True
+        set_initial_epoch(self.model, broadcast_object(initial_epoch(self.model), self.root_rank))
         if is_built(self.model):
             self._broadcast()
         else:
             # Not a method of the class: on JAX, where models are built before, it would keep Keras from calling
             # callbacks in other threads.
             self.on_train_batch_end = self._after_first_batch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Checks, before the first epoch, that it is the same on all ranks."""
+        super().on_epoch_begin(epoch, logs)
+        epochs = global_process_set.communicator.agree(_FIRST_EPOCH, value=epoch) if self._is_first else []
+        self._is_first = False
+        if len({*epochs}) > 1:
+            raise ConfigError(
+                f"ranks begin with different epochs, {epochs}: what restores weights and epoch on one rank, such as "
+                "BackupAndRestore, must come before BroadcastGlobalVariablesCallback in the list of callbacks."
+            )
 
     def _after_first_batch(self, batch: int, logs: Any = None) -> None:
         del self.on_train_batch_end

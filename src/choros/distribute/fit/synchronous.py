@@ -49,7 +49,7 @@ from choros.errors import ConfigError, StrategyError
 from choros.parallel import ops
 from choros.parallel.identical import are_identical
 from choros.parallel.moments import RankMoments
-from choros.parallel.objects import object_of_first, shared_result
+from choros.parallel.objects import shared_result
 from choros.settings import current
 from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from choros.training.evaluation import repeated
@@ -59,8 +59,6 @@ from choros.training.keras_internals.fit import (
     epochs_of_any_length,
     flatten_metrics,
     hand_over_arrays,
-    initial_epoch,
-    set_initial_epoch,
     train_validation_split,
 )
 from choros.training.keras_internals.models import (
@@ -359,16 +357,13 @@ def _synchronizing(model: Any) -> list[Any]:
     at an epoch's end and before validation; ``tf.distribute`` does it when they are read.
     """
 
-    def set_epoch(*_: Any) -> None:  # a backup, which only process 0 reads, may have changed it
-        set_initial_epoch(model, object_of_first(lambda: initial_epoch(model)))
-
     def average(*_: Any) -> None:
         # The statistics of a stateful RNN are the states of single rows.
         layers = [layer for layer in layers_of(model) if not getattr(layer, "stateful", False)]
         given = [each for layer in layers for each in statistics_of(layer)]
         average_variables([each for each in given if "float" in each.dtype and not aggregates(each)])
 
-    same = keras.callbacks.LambdaCallback(on_train_begin=set_epoch, on_epoch_end=average, on_test_begin=average)
+    same = keras.callbacks.LambdaCallback(on_epoch_end=average, on_test_begin=average)
     return [same, BroadcastGlobalVariablesCallback(0)]
 
 
