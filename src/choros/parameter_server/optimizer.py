@@ -99,7 +99,7 @@ def _to_norm(gradient: Array, norm: float, limit: float) -> Array:
     return gradient if norm <= limit else gradient * np.asarray(limit / norm, gradient.dtype)
 
 
-class _OfMicroBatches(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+class _OfMicroBatches(keras.optimizers.schedules.LearningRateSchedule):
     """A schedule for updates of so many batches each, which counts batches, as Keras does."""
 
     def __init__(self, schedule: Callable[[Any], Any], steps: int) -> None:

@@ -56,7 +56,7 @@ def by_recipe(item: Any, shared: Callable[[Any], bool]) -> Recipe | None:
         return _variable, (tuple(item.shape), str(item.dtype), item.trainable, item.name, item.aggregation)
     if isinstance(item, keras.optimizers.LossScaleOptimizer):
         config = {name: value for name, value in item.get_config().items() if name != "inner_optimizer"}
-        return partial(type(item), **config), (item.inner_optimizer,)
+        return partial(item.__class__, **config), (item.inner_optimizer,)
     if isinstance(item, keras.optimizers.Optimizer):
         return _from_config, (own_class(item), optimizer_config(item))
     if isinstance(item, keras.Metric):
