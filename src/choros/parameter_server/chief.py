@@ -92,7 +92,11 @@ class Chief:
         learning_rates = {number: rate for number, rate in rates.items() if rate is not None}
         closure = Closure(closures.name_of(function), key, arguments, learning_rates, definitions)
         self._flushed = False
-        self._queue.put(closure, limit)
+        try:
+            self._queue.put(closure, limit)
+        except Exception:
+            self._flush()  # else the models that are built next would not be published
+            raise
         return closure.result
 
     def result_of(self, scheduled: Future[Any]) -> Any:
@@ -101,8 +105,10 @@ class Chief:
 
     def join(self) -> None:
         """Waits for all closures; afterwards this process has their metrics and the servers' variables."""
-        self._queue.wait()
-        self._flush()
+        try:
+            self._queue.wait()
+        finally:
+            self._flush()
 
     def done(self) -> bool:
         """Returns whether all closures are done; if so, the state is that after ``join``."""
