@@ -350,23 +350,6 @@ def case_invalid_functions_and_arguments_are_errors():
             coordinator.schedule(function, args)
 
 
-def case_a_model_is_trained_after_another_has_failed_on_a_worker():
-    def failing(y_true, y_pred):
-        raise ArithmeticError("on purpose")
-
-    with strategy.scope():
-        failed = network(8, "sgd")
-        failed.compile("sgd", failing)
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        train(failed)
-    with strategy.scope():
-        model = network(8, OPTIMIZERS["adam"]())
-    alone = network(8, OPTIMIZERS["adam"]())
-    for each in (model, alone):
-        train(each)
-    assert_close(model.get_weights(), alone.get_weights())
-
-
 def case_objects_created_after_the_first_schedule():
     rows = slice(STEPS // 2 * BATCH)
     with strategy.scope():

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from distribute.parameter_server_jobs import Job, Outcome, run_jobs
 from harness import FRAMEWORKS, case_names
+from launch.launched import run
 from ranks import pool
 
 pytestmark = pytest.mark.slow
@@ -62,3 +65,33 @@ def test_a_lost_server_is_an_error_on_the_chief() -> None:
     stderr = jobs(WITH_TWO_WORKERS).stderr[FIRST]["chief 0"]
     assert "ParameterServerLost: parameter server 1 is lost" in stderr
     assert "from the last checkpoint" in stderr
+
+
+AFTER_A_FAILURE = """
+import keras
+import numpy as np
+from choros.distribute import ParameterServerStrategy
+
+class Failing(keras.optimizers.SGD):
+    @classmethod
+    def from_config(cls, config):
+        raise ArithmeticError("on a worker")
+
+strategy = ParameterServerStrategy()
+for optimizer in (keras.optimizers.SGD, Failing, keras.optimizers.SGD):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(optimizer(), "mse")
+    try:
+        model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+        print("trained", flush=True)
+    except ArithmeticError as error:
+        print(error, flush=True)
+"""
+
+
+def test_a_model_is_trained_after_another_has_failed() -> None:
+    command = (sys.executable, "-c", AFTER_A_FAILURE)
+    env = {"KERAS_BACKEND": WITH_TWO_WORKERS}
+    ended = run("-np", 1, "--ps", 1, "--no-prefix-output", *command, env=env, warm=True)
+    assert (ended.code, ended.out.splitlines()) == (0, ["trained", "on a worker", "trained"]), ended.err
