@@ -926,12 +926,14 @@ def case_load_model_continues_the_training_saved_in_an_h5_file():
     check_load_model("h5")
 
 
-def case_backup_and_restore_on_rank_0_comes_before_the_broadcast():
-    path = shared_directory() / f"backup-{BACKEND}"
+@pytest.mark.parametrize(("name", "shard_state"), [("sgd", False), ("plain", True)])
+def case_backup_and_restore_on_rank_0_comes_before_the_broadcast(name, shard_state):
+    path = shared_directory() / f"backup-{BACKEND}-{name}"
 
     def trained(*, last: bool = False, **fit_args: object) -> keras.Model:
         backups = [keras.callbacks.BackupAndRestore(path, delete_checkpoint=False)] if hvd.rank() == 0 else []
-        model = build(same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS[name](), shard_state=shard_state)
+        model = build(same_start=False, optimizer=optimizer)
         given = [*callbacks(), *backups] if last else [*backups, *callbacks()]
         fit(model, hvd.shard(data(), batch_size=BATCH), callbacks=given, **fit_args)
         return model
@@ -939,7 +941,7 @@ def case_backup_and_restore_on_rank_0_comes_before_the_broadcast():
     trained(epochs=2)
     with pytest.raises(ConfigError, match=r"different epochs, \[2, 0.*BackupAndRestore, must come before"):
         trained(last=True)
-    assert_same_weights(trained(), reference("sgd")[0])
+    assert_same_weights(trained(), reference(name)[0])
 
 
 def case_a_distributed_optimizer_is_saved_as_the_plain_one():

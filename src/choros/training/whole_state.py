@@ -251,7 +251,7 @@ class WholeState:
 
     def assign(self, number: int, value: NDArray[Any]) -> None:
         """Gives this rank's part of a slot the items of a whole one."""
-        self.loaded = True
+        self.loaded |= self.slots.whole[number].index is not None
         for position, items in self.slots.parts(number, value).items():
             self.assign_part(position, items)
 
