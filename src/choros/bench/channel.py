@@ -84,8 +84,10 @@ class Barrier:
             spins = 0
             while counters[other] < reached:
                 spins += 1
-                if spins > _SPINS_BEFORE_YIELDING:
-                    os.sched_yield() if spins <= _SPINS_BEFORE_SLEEPING else time.sleep(durations.POLL)
+                if _SPINS_BEFORE_YIELDING < spins <= _SPINS_BEFORE_SLEEPING:
+                    os.sched_yield()
+                elif spins > _SPINS_BEFORE_SLEEPING:
+                    time.sleep(durations.POLL)
                     if time.monotonic() > deadline:
                         raise TimeoutError(
                             "another process of this contender did not reach the barrier in "

@@ -16,8 +16,9 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, final
 
 import cloudpickle
@@ -92,11 +93,8 @@ class Chief:
         learning_rates = {number: rate for number, rate in rates.items() if rate is not None}
         closure = Closure(closures.name_of(function), key, arguments, learning_rates, definitions)
         self._flushed = False
-        try:
+        with self._flushed_after_error():
             self._queue.put(closure, limit)
-        except Exception:
-            self._flush()  # else the models that are built next would not be published
-            raise
         return closure.result
 
     def result_of(self, scheduled: Future[Any]) -> Any:
@@ -105,14 +103,15 @@ class Chief:
 
     def join(self) -> None:
         """Waits for all closures; afterwards this process has their metrics and the servers' variables."""
-        try:
+        with self._flushed_after_error():
             self._queue.wait()
-        finally:
-            self._flush()
+        self._flush()
 
     def done(self) -> bool:
         """Returns whether all closures are done; if so, the state is that after ``join``."""
-        if not self._queue.idle:
+        with self._flushed_after_error():
+            is_idle = self._queue.idle
+        if not is_idle:
             return False
         self._flush()
         return True
@@ -127,6 +126,15 @@ class Chief:
     def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Returns the handle of a data set that every worker creates for itself."""
         return PerWorkerDataset(self._definitions.add_dataset(dataset_fn))
+
+    @contextmanager
+    def _flushed_after_error(self) -> Iterator[None]:
+        """The queue raises a closure's error when none runs: what is built after it is to be published, too."""
+        try:
+            yield
+        except Exception:
+            self._flush()
+            raise
 
     def _flush(self) -> None:
         if not self._flushed:

@@ -199,9 +199,10 @@ class GradientHook:
     @property
     def takes_steps(self) -> bool:
         """Whether the optimizer may make steps with the ranks that there are: not if its slices are those of others."""
-        if self.process_set is None or self._sliced is None:
-            return self.process_set is not None
-        return bool(self._sliced.slices.holders.members == self.process_set.communicator.launched)
+        if self.process_set is None:
+            return False
+        launched = self.process_set.communicator.launched
+        return self._sliced is None or bool(self._sliced.slices.holders.members == launched)
 
     def drop_gradients(self) -> None:
         """Forgets backward passes since the last step, whose gradients are made zeros."""

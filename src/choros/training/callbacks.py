@@ -19,7 +19,7 @@ from choros.errors import ConfigError
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.observe.progress import page
-from choros.parallel.objects import broadcast_object
+from choros.parallel.objects import object_of_first
 from choros.parallel.reduce import noise
 from choros.settings import current
 from choros.training.first_rank import is_first
@@ -98,8 +98,8 @@ class EpochCallback(keras.callbacks.Callback):
 
 @final
 class BroadcastGlobalVariablesCallback(EpochCallback):
-    """Starts all ranks from the weights, the optimizer state and the epoch of one rank, before the first step. What
-    restores them on that rank, such as Keras' ``BackupAndRestore``, comes before this callback in the list.
+    """Starts all ranks from the weights and the optimizer state of one rank, and the epoch of the first, before the
+    first step. What restores them on one rank, such as Keras' ``BackupAndRestore``, comes before this callback.
 
     Horovod broadcasts after the first batch, whose loss is then computed from different weights. So does this callback
     for a model on TensorFlow that infers its input shape from the first batch, as it has no weights before.
@@ -123,15 +123,16 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         self.root_rank = root_rank
         local = [local_variables] if hasattr(local_variables, "assign") else local_variables or ()
         self._left_out = {id(variable) for variable in local}
-        self._is_first = False  # epoch
+        self._begins = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts if the model is built, else schedules the broadcast; a rank that came later has the weights."""
         super().on_train_begin(logs)
-        if self._steps.epochs is not None and self._steps.epochs.is_late:
+        self._begins = self._steps.epochs is None or not self._steps.epochs.is_late
+        if self._begins or global_process_set.communicator.is_new:
+            set_initial_epoch(self.model, object_of_first(lambda: initial_epoch(self.model)))
+        if not self._begins:
             return
-        self._is_first = True
-        set_initial_epoch(self.model, broadcast_object(initial_epoch(self.model), self.root_rank))
         if is_built(self.model):
             self._broadcast()
         else:
@@ -142,8 +143,10 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Checks, before the first epoch, that it is the same on all ranks."""
         super().on_epoch_begin(epoch, logs)
-        epochs = global_process_set.communicator.agree(_FIRST_EPOCH, value=epoch) if self._is_first else []
-        self._is_first = False
+        if not self._begins:
+            return
+        self._begins = False
+        epochs = global_process_set.communicator.agree(_FIRST_EPOCH, value=epoch)
         if len({*epochs}) > 1:
             raise ConfigError(
                 f"ranks begin with different epochs, {epochs}: what restores weights and epoch on one rank, such as "
