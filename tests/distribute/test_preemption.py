@@ -122,6 +122,7 @@ def test_the_process_exits_with_42_and_another_sigterm_does_not_end_it_sooner(tm
         send_sigterm()
     assert raised.value.code == 42
     send_sigterm()  # would end this process
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # Python forgets handlers before a process has ended
     signal.signal(signal.SIGTERM, previous)
 
 

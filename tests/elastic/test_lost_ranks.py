@@ -20,7 +20,7 @@ TORCH = {"KERAS_BACKEND": "torch"}
 NONE_NEW = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
 
 
-def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, directory=None, warm=True, **settings):
+def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, directory=None, warm=True, data="", **settings):
     """Trains on ``ranks`` ranks; returns how the job ended and what the ranks report that reached the end."""
     skip_if_left_out(framework)
     # New ranks would come in time, or not.
@@ -33,8 +33,8 @@ def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, dir
         kills,
         *([] if directory is None else [directory]),
     )
-    env = {f"FIT_{name.upper()}": str(value) for name, value in settings.items()}
-    ended = run(*arguments, env={"KERAS_BACKEND": framework, **env}, warm=warm)
+    env = {f"FIT_{name.upper()}": str(value) for name, value in {"data": data, **settings}.items()}
+    ended = run(*arguments, env={"KERAS_BACKEND": framework, **env}, warm=warm, only_backend=data != "tf")
     assert ended.code == code, ended.err
     return ended, ended.reports
 

@@ -8,7 +8,7 @@ import pytest
 
 from elastic.test_lost_ranks import TORCH, check_validation, fit
 from harness import needs
-from launch.launched import run
+from launch.launched import Running, rank_script, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs("mpi4py")]
 
@@ -115,6 +115,32 @@ def test_a_job_that_goes_on_with_data_in_another_order_says_so(seed, tmp_path):
     ended, (report,) = fit("torch", "", data=f"loader:{seed}", **given)
     assert "training goes on in epoch 1" in ended.err
     assert (report["wrong"] != {}) == ("the data are not in the order of the run" in ended.err) == (seed == 2)
+
+
+def test_a_rank_that_gets_the_signal_only_after_its_commit_ends_as_the_others(tmp_path):
+    body = """
+import atexit
+if rank == 2:  # its signal waits until everything else has ended: before choros is imported, so as the last one
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    atexit.register(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
+import choros
+from choros.elastic.preemption import end_job, job_ends, watch_signals
+from choros.parallel.objects import allgather_object
+choros.init()
+watch_signals(lambda: True)
+allgather_object(None)
+if rank == 1:
+    ready()
+while not job_ends():
+    allgather_object(time.sleep(0.01))
+end_job(lambda: None)
+"""
+    with Running("-np", 3, "--min-np", 2, sys.executable, rank_script(tmp_path / "late.py", body)) as job:
+        job.wait_for(1, "ready")
+        job.signal(signal.SIGTERM)
+        ended = job.end()
+        job.assert_nothing_left()
+    assert (ended.code, "have committed and ended" in ended.err) == (75, True), ended.err
 
 
 def test_a_job_without_commits_ends_at_once():

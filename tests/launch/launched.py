@@ -48,13 +48,14 @@ class Running:
     """A running chorosrun, with a unique tag.
 
     With ``warm``, processes that have imported the framework become its ranks, instead of new ones: see
-    ``warm/client.py``.
+    ``warm/client.py``. ``only_backend``: they do not find the frameworks that Keras would import beside its backend.
     """
 
-    def __init__(self, *arguments, env=None, cwd=None, start=CHOROSRUN, warm=False):
+    def __init__(self, *arguments, env=None, cwd=None, start=CHOROSRUN, warm=False, only_backend=True):
         self.tag = f"{os.getpid()}-{time.monotonic_ns()}"
         environ = {**os.environ, **(env or {}), TAG: self.tag}
-        hidden = [str(TESTS / f"hidden_{name}") for name in HIDDEN.get(environ.get("KERAS_BACKEND", ""), ())]
+        hidden = HIDDEN.get(environ.get("KERAS_BACKEND", ""), ()) if only_backend else ()
+        hidden = [str(TESTS / f"hidden_{name}") for name in hidden]
         environ["PYTHONPATH"] = os.pathsep.join([*hidden, *filter(None, [environ.get("PYTHONPATH")])])
         if warm:
             python = warm_python(environ["KERAS_BACKEND"])

@@ -33,7 +33,7 @@ from choros.distribute.cluster_resolver import TFConfigClusterResolver
 from choros.distribute.job import join
 from choros.distribute.saving import write_once
 from choros.distribute.variables import settle_variables
-from choros.elastic.preemption import handle
+from choros.elastic.preemption import handle, ignore_signals
 from choros.errors import ConfigError, StrategyError
 from choros.parallel.objects import allgather_object
 
@@ -287,7 +287,9 @@ class PreemptionCheckpointHandler:
         try:
             yield
         finally:
-            if not isinstance(sys.exception(), SystemExit):
+            if isinstance(sys.exception(), SystemExit):
+                ignore_signals()
+            else:
                 self._stop_watching()
 
     @contextmanager

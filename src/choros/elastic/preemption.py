@@ -40,7 +40,7 @@ _asked = 0
 #: Whether all ranks commit by ``end_job`` if the job ends.
 _commits: Callable[[], bool] = bool
 #: What ends the handlers of this process, the last one first.
-_handling: list[Callable[[], None]] = []
+_handling: list[Callable[..., None]] = []
 
 
 def watch_signals(commits: Callable[[], bool] | None = None) -> Callable[[], None]:
@@ -74,16 +74,25 @@ def handle(signals: Iterable[int], handler: Callable[[int, FrameType | None], No
     """
     before = {number: signal.signal(number, handler) for number in signals}
 
-    def stop() -> None:
+    def stop(*, ends: bool = False) -> None:
         if stop in _handling:
             _handling.remove(stop)
         for number, previous in before.items():
             if previous is not None and signal.getsignal(number) is handler:  # ``None``: not Python's own
-                signal.signal(number, previous)
+                signal.signal(number, signal.SIG_IGN if ends else previous)
 
     if before:
         _handling.insert(0, stop)
     return stop
+
+
+def ignore_signals() -> None:
+    """Ignores the signals that are handled, as this process ends. The one by which it is asked, too, may come as late
+    as when Python has restored their defaults, and would make its end that of a killed process.
+    """
+    if threading.current_thread() is threading.main_thread():
+        while _handling:
+            _handling[0](ends=True)
 
 
 def _before_fork() -> None:
@@ -134,6 +143,7 @@ def end_job(commit: Callable[[], None]) -> None:
         commit()
         communicator.barrier(name="commit")
         if communicator.launched[0] == writer:  # else it was lost, maybe before it has written
+            ignore_signals()
             sys.exit(PREEMPTED)
 
 
