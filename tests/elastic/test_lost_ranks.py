@@ -20,7 +20,9 @@ TORCH = {"KERAS_BACKEND": "torch"}
 NONE_NEW = ("-np", 3, "--min-np", 2, "--reset-limit", 0)
 
 
-def fit(framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, directory=None, warm=True, data="", **settings):
+def fit(
+    framework, kills, api="strategy", ranks=3, code=0, more=(), least=2, directory=None, warm=True, data="", **settings
+):
     """Trains on ``ranks`` ranks; returns how the job ended and what the ranks report that reached the end."""
     skip_if_left_out(framework)
     # New ranks would come in time, or not.
