@@ -82,9 +82,9 @@ def test_ranks_of_mpi(case: str, job: Job) -> None:
 ARRIVES_LATE = """
 import os, time
 import choros
-for step, seconds in ((choros.init, 3), (choros.shutdown, 1)):
+for step in (choros.init, choros.shutdown):
     if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-        time.sleep(seconds)
+        time.sleep(3)
         step()
     else:
         before = time.process_time()
@@ -99,9 +99,8 @@ def test_rank_that_joins_or_leaves_early_waits_at_little_cost() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     seconds = {name: float(spent) for name, spent in map(str.split, done.stdout.splitlines())}
-    # Starting MPI takes some of it.
-    assert seconds["init"] < 1.5
-    assert seconds["shutdown"] < 0.3
+    # Starting and ending MPI take some of it.
+    assert max(seconds["init"], seconds["shutdown"]) < 1.5
 
 
 INTERRUPTED = """

@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from ranks.environment import QUICK, python_path
+from ranks.job import free_port
 
 TESTS = Path(__file__).parents[1]
 #: The prefix of the lines in which the chief reports the results of cases.
@@ -182,11 +182,7 @@ def _wait(job: Job, pids: dict[int, str]) -> None:
 
 
 def _cluster(job: Job) -> dict[str, Any]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(job.workers + job.servers)]
-        for bound in sockets:
-            bound.bind(("127.0.0.1", 0))
-        addresses = [f"127.0.0.1:{bound.getsockname()[1]}" for bound in sockets]
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(job.workers + job.servers)]
     # Nothing listens at the chief's address.
     return {"chief": ["127.0.0.1:1"], "worker": addresses[: job.workers], "ps": addresses[job.workers :]}
 

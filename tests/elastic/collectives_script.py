@@ -27,7 +27,7 @@ def die():
 
 if number in dying:
     threading.Thread(target=die, daemon=True).start()
-shared = communicator.empty(300_000)
+left, shared = communicator.size - len(dying), communicator.empty(300_000)
 order, done, begun = random.Random(7), False, time.monotonic()
 while not done:
     size, kind = order.choice([10, 5_000, 300_000]), order.randrange(5)
@@ -48,5 +48,6 @@ while not done:
         works = [communicator.start(f"{each}", communicator.allreduce, [1.0], Reduction.SUM) for each in "ab"]
         sums = [work.wait()[0] for work in works]
         assert all(communicator.size <= each <= before for each in sums)  # a rank may be lost in between
-    done = bool(communicator.allreduce(np.array([time.monotonic() - begun > 1.5 * SECONDS]), Reduction.MAX)[0])
+    ends = communicator.size == left and time.monotonic() - begun > 1.5 * SECONDS
+    done = bool(communicator.allreduce(np.array([ends]), Reduction.MAX)[0])
 print(f"rank {number}: {communicator.size} left, {communicator.launched}", flush=True)

@@ -6,10 +6,12 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from random import SystemRandom
 from typing import final
 
 from packaging.version import Version
@@ -106,14 +108,18 @@ def unwanted(framework: str) -> tuple[str, ...]:
 
 
 def free_port() -> int:
-    """A port that is free, and another one each time: the kernel may choose one twice in a row."""
+    """A port that is free, and another one each time. It is below those that the kernel gives to connections, of which
+    it could give this one to another process before it is used.
+    """
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        if port not in _given:
-            _given.add(port)
-            return port
+        port = _random.randrange(10_000, 32_768)
+        with suppress(OSError), socket.socket() as probe:
+            if port not in _given:
+                probe.bind(("127.0.0.1", port))
+                _given.add(port)
+                return port
 
 
+#: Not Python's generator, which cases seed.
+_random = SystemRandom()
 _given: set[int] = set()

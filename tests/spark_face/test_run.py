@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,16 +56,22 @@ def test_too_few_slots(spark):
         choros.spark.run(describe, num_proc=3, start_timeout=1)
 
 
-def test_slots_that_another_job_has(spark):
-    def sleep(rows):
-        time.sleep(20)
+def test_slots_that_another_job_has(spark, tmp_path):
+    started, end = tmp_path / "started", tmp_path / "end"
+
+    def wait(rows):
+        Path(f"{started}-{next(rows)}").touch()
+        while not end.exists():
+            time.sleep(0.05)
         return rows
 
-    other = threading.Thread(target=lambda: spark.context.parallelize([0, 1], 2).mapPartitions(sleep).count())
+    other = threading.Thread(target=lambda: spark.context.parallelize([0, 1], 2).mapPartitions(wait).count())
     other.start()
-    time.sleep(2)
+    while len([*tmp_path.iterdir()]) < 2:
+        time.sleep(0.05)
     with pytest.raises(LaunchError, match=r"^Timed out waiting for Spark tasks to start\..*other jobs have them"):
         choros.spark.run(describe, num_proc=2, start_timeout=2)
+    end.touch()
     other.join()
 
 
