@@ -164,3 +164,8 @@ def test_preempted():
     assert outcome(*ends, preempted=True).exit_code == 75
     killed = Exit(2, "h", 137, signal=9, stopped=True)
     assert outcome(*ends[:2], killed, reason=Reason.TERMINATE, preempted=True).exit_code == 143
+    late = Exit(2, "h", 143, signal=15, stopped=True)
+    assert outcome(*ends[:2], late, reason=Reason.TERMINATE, preempted=True).exit_code == 143
+    committed = [Exit(rank, "h", 75, stopped=True) for rank in range(2)]
+    assert outcome(*committed, late, reason=Reason.TERMINATE, preempted=True).exit_code == 75
+    assert outcome(*committed, killed, reason=Reason.TERMINATE, preempted=True).exit_code == 143

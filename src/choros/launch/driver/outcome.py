@@ -63,8 +63,11 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
     if job_end.preempted and not job_end.members:
         line = "chorosrun: preempted while it waited for hosts. The same command goes on from the last commit."
         return Outcome(PREEMPTED, (line,))
-    preempted = job_end.preempted or any(end.code == PREEMPTED for end in finished)
-    if preempted and finished and all(end in finished or not end.stopped for end in ends) and not job_end.missing:
+    committed = any(end.code == PREEMPTED for end in finished)
+    # Those that the signal itself ended were new, or not as far as the others, who have committed without them.
+    late = [end for end in ends if committed and end.signal in (signal.SIGTERM, signal.SIGUSR1)]
+    have_ended = all(end in (*finished, *late) or not end.stopped for end in ends) and not job_end.missing
+    if (job_end.preempted or committed) and finished and have_ended:
         line = "chorosrun: preempted: the ranks have committed and ended. The same command goes on from there."
         return Outcome(PREEMPTED, (line,))
     if job_end.reason is Reason.TOO_FEW:
