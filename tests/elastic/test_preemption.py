@@ -143,6 +143,108 @@ end_job(lambda: None)
     assert (ended.code, "have committed and ended" in ended.err) == (75, True), ended.err
 
 
+#: All ranks watch for signals, then ``ready`` ranks say so; what they do until the job ends is added to it.
+WATCHING = """
+import atexit, choros
+from choros.comm import END, global_process_set
+from choros.elastic.preemption import end_job, job_ends, leave_if_asked, watch_signals
+from choros.parallel.objects import allgather_object
+choros.init()
+watch_signals(lambda: True)
+communicator = global_process_set.communicator
+def ask(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+allgather_object(None)
+"""
+UNTIL_THE_END = """
+while not job_ends():
+    allgather_object(time.sleep(0.01))
+    leave_if_asked(one_by_one=True)
+end_job(lambda: print("committed", flush=True))
+"""
+
+
+def signalled(path, body, number=None):
+    """The end of three ranks, of which chorosrun gets a signal once one is ready."""
+    with Running("-np", 3, "--min-np", 2, "--reset-limit", 0, sys.executable, rank_script(path / "s.py", body)) as job:
+        if number is not None:
+            job.wait_for(1, "ready")
+            job.signal(number)
+        ended = job.end()
+        job.assert_nothing_left()
+    return ended
+
+
+@pytest.mark.parametrize("also", ["before", "after"])
+def test_a_rank_that_is_also_asked_alone_ends_with_all(also, tmp_path):
+    body = f"""
+if rank == 1:
+    if {also == "before"}:
+        ask()
+    ready()
+    while not communicator.notice & END:
+        time.sleep(0.01)
+    if {also == "after"}:
+        ask()
+"""
+    ended = signalled(tmp_path, WATCHING + body + UNTIL_THE_END, signal.SIGTERM)
+    assert (ended.code, ended.out.count("committed")) == (75, 3), ended.err
+
+
+def test_a_rank_that_leaves_is_not_killed_on_its_way_out(tmp_path):
+    body = """
+if rank == 1:
+    ask()
+while communicator.size == 3:
+    allgather_object(None)
+    leave_if_asked(one_by_one=True)
+"""
+    ended = signalled(tmp_path, "import atexit\natexit.register(lambda: rank == 1 and ask())\n" + WATCHING + body)
+    assert (ended.code, "killed by" in ended.err) == (0, False), ended.err
+
+
+@pytest.mark.parametrize(("number", "call"), [("SIGTERM", "ranks that were asked to end"), ("SIGKILL", "")])
+def test_a_rank_stays_if_too_few_would_be_left(number, call, tmp_path):
+    """Rank 1 is asked to end, and before it leaves rank 2 gets a signal, too."""
+    body = f"""
+if rank == 1:
+    ask()
+agree = communicator.agree
+def agreed(request, **how):
+    if {call!r} in str(request):
+        communicator.agree = agree
+        ask(signal.{number})
+    return agree(request, **how)
+if rank == 2:
+    communicator.agree = agreed
+"""
+    ended = signalled(tmp_path, WATCHING + body + UNTIL_THE_END)
+    assert (ended.code, ended.out.count("committed")) == (75, 2), ended.err
+
+
+def test_a_rank_that_the_signal_kills_before_it_can_commit_does_not_count(tmp_path):
+    body = WATCHING.replace("watch_signals(", "rank == 2 or watch_signals(") + "if rank == 2:\n    ready()\n"
+    ended = signalled(tmp_path, body + "    time.sleep(600)\n" + UNTIL_THE_END, signal.SIGTERM)
+    assert (ended.code, ended.out.count("committed")) == (75, 2), ended.err
+    assert "have committed and ended" in ended.err
+
+
+def test_a_rank_that_is_left_commits_if_the_signal_has_killed_too_many(tmp_path):
+    body = """
+if rank:
+    ready()
+    time.sleep(600)
+try:
+    allgather_object(None)
+except choros.errors.PeerLostError:
+    time.sleep(2)  # until chorosrun knows that there are too few
+    print("committed", flush=True)
+    raise
+"""
+    ended = signalled(tmp_path, WATCHING.replace("watch_signals(", "rank or watch_signals(") + body, signal.SIGUSR1)
+    assert (ended.code, ended.out.count("committed")) == (69, 1), ended.err
+
+
 def test_a_job_without_commits_ends_at_once():
     _, reports = fit("torch", "0@5=SIGTERM!", ranks=2, code=143)
     assert reports == []

@@ -12,8 +12,9 @@
 To the others, a rank that leaves is lost in its next step, of which it has applied nothing; by its ``LEAVES`` they
 know not to replace it. If several are asked, one leaves after each step. If all end, they must after the same step:
 that of the notice, as signals come in different ones. SIGWINCH asks all ranks that commit for the same, as the job goes
-on on other hosts; it never ends others. A second signal ends a rank at once, as does a request to end a job without
-commits; a program's own handler takes the place of this one.
+on on other hosts; it never ends others. A second signal ends a rank at once, unless all are to end, as chorosrun kills
+them then if it gets another; so does a request to end a job without commits. A program's own handler takes the place of
+this one.
 """
 
 import logging
@@ -58,7 +59,7 @@ def watch_signals(commits: Callable[[], bool] | None = None) -> Callable[[], Non
     if (cloud := current().spot_notices) != "none":
         from choros.elastic.spot import watch_spot  # takes 30 ms; jobs elsewhere do not need it
 
-        watch_spot(cloud)
+        watch_spot(cloud, lambda: bool(_asked))
 
     def stop() -> None:
         global _commits
@@ -116,12 +117,21 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 
 def _on_signal(number: int, _frame: FrameType | None) -> None:
     global _asked
-    if _asked or not is_initialized() or (page.job_is_to_end and not _commits()):
+    if not is_initialized() or (not _commits() if page.job_is_to_end else _asked):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-    _asked, communicator = number, global_process_set.communicator
-    too_few = communicator.size <= current().min_np
-    communicator.notice |= END if page.job_is_to_end or (too_few and _commits()) else LEAVES
+    _asked = number
+    _note(END if page.job_is_to_end or _are_too_few(leaving=1) else LEAVES)
+
+
+def _note(notice: int) -> None:
+    communicator = global_process_set.communicator
+    communicator.notice = communicator.notice & ~LEAVES | notice
+
+
+def _are_too_few(*, leaving: int) -> bool:
+    """Whether the job is to commit and end, as it could not go on without those that leave."""
+    return global_process_set.communicator.size - leaving < current().min_np and _commits()
 
 
 def _on_move(number: int, _frame: FrameType | None) -> None:
@@ -152,14 +162,17 @@ def leave_if_asked(*, one_by_one: bool = False) -> None:
     ``one_by_one``: all ranks call it, and of several only the first leaves, as two may have a slice and its copy.
     """
     communicator = global_process_set.communicator
-    if one_by_one and communicator.noticed & LEAVES and not communicator.is_new:
-        asked = communicator.notice & LEAVES
+    asked, known = communicator.notice & LEAVES, communicator.noticed & LEAVES  # a signal may come at any moment
+    waits = False
+    if one_by_one and known and not communicator.is_new:
         leaving = communicator.agree(_LEAVING, value=int(bool(asked)))
-        if asked and 1 in leaving[: communicator.rank]:
-            if communicator.size - 1 <= current().min_np and _commits():  # once the first has left, there are too few
-                communicator.notice = communicator.notice & ~LEAVES | END
-            return
-    if communicator.notice & LEAVES and (communicator.noticed & LEAVES or communicator.is_new):
+        waits = 1 in leaving[: communicator.rank]
+    if not asked or not (known or communicator.is_new):
+        return
+    if not communicator.is_new and _are_too_few(leaving=1 + waits):  # some may have been lost since the signal
+        _note(END)
+    elif not waits:
+        ignore_signals()
         name = signal.Signals(_asked).name
         _log.warning("this rank was asked to end by %s: it leaves after this step, and the others go on.", name)
         leave_alone()

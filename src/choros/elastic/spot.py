@@ -29,13 +29,13 @@ ADDRESSES = {"aws": _LINK_LOCAL, "azure": _LINK_LOCAL, "gcp": "http://metadata.g
 _watches = threading.Lock()
 
 
-def watch_spot(cloud: str) -> None:
-    """Asks ``cloud`` from now on, in a thread, and only once in a process."""
+def watch_spot(cloud: str, is_asked: Callable[[], bool]) -> None:
+    """Asks ``cloud`` from now on, in a thread, and only once in a process; ``is_asked``: it need not end this rank."""
     if _watches.acquire(blocking=False):
-        threading.Thread(target=_watch, args=(cloud,), name="choros: spot", daemon=True).start()
+        threading.Thread(target=_watch, args=(cloud, is_asked), name="choros: spot", daemon=True).start()
 
 
-def _watch(cloud: str) -> None:
+def _watch(cloud: str, is_asked: Callable[[], bool]) -> None:
     taken, address, seconds = _TAKEN[cloud], ADDRESSES[cloud], durations.SPOT_FIRST
     while True:
         try:
@@ -47,8 +47,9 @@ def _watch(cloud: str) -> None:
                 _log.warning("CHOROS_SPOT_NOTICES=%s: no notices: %s does not answer: %s.", cloud, address, error)
                 return
         time.sleep(durations.SPOT_LOOK)
-    _log.warning("the cloud takes this machine away: SIGTERM.")
-    os.kill(os.getpid(), signal.SIGTERM)
+    if not is_asked():  # else this would be a second signal, which ends a rank at once
+        _log.warning("the cloud takes this machine away: SIGTERM.")
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _of_aws(address: str, seconds: float) -> bool:
