@@ -11,6 +11,7 @@ import pytest
 
 from choros import durations
 from choros.launch.plan.cores import usable_cores
+from harness import needs
 from launch.launched import Running, rank_script, run
 
 pytestmark = pytest.mark.slow
@@ -155,6 +156,23 @@ def test_all_ranks_raise():
     assert ended.code == 1
     assert (ended.out + ended.err).count("same for all") == 1
     assert ended.err.rstrip().endswith("RuntimeError: same for all")
+
+
+@needs("torch")
+def test_a_rank_that_raises_and_ends_late_is_the_cause(tmp_path):
+    """Rank 0 has ended, because it has lost rank 1, before rank 1 has."""
+    body = (
+        "import atexit; rank == 1 and atexit.register(time.sleep, 60)\n"
+        "import choros; choros.init()\n"
+        "if rank == 1: raise ValueError('mine')\n"
+        "choros.comm.global_process_set.communicator.barrier()\n"
+    )
+    env = {"CHOROS_ENGINE": "torch"}
+    ended = run("-np", "2", PYTHON, rank_script(tmp_path / "script.py", body), env=env)
+    assert ended.code == 1, ended.err
+    assert "chorosrun: rank 0 failed too: PeerLostError." in ended.err
+    assert re.search(r"rank 1 on \S+ failed with exit code 1 \(ValueError\)\.\n", ended.err)
+    assert ended.err.endswith("ValueError: mine\n")
 
 
 def test_an_exit_code(tmp_path):

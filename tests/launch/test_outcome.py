@@ -39,6 +39,19 @@ def test_the_first_failure_comes_last():
     )
 
 
+def test_a_rank_that_has_lost_another_is_not_the_cause():
+    lost = TRACEBACK.replace("ValueError", "choros.errors.PeerLostError")
+    loser, killed = Exit(0, "h", 69, traceback=lost), Exit(1, "h", 137, signal=9)
+    got = outcome(loser, killed, size=2)
+    assert got.lines[0] == "chorosrun: rank 0 failed too: PeerLostError."
+    assert (got.exit_code, "rank 1 on h was killed by SIGKILL" in got.lines[1]) == (137, True)
+    raised = Exit(1, "h", 143, signal=15, stopped=True, traceback=TRACEBACK)  # it has not ended until it was stopped
+    got = outcome(loser, raised, size=2)
+    assert got.exit_code == 1
+    assert got.lines[1:] == ("chorosrun: rank 1 on h failed with exit code 1 (ValueError).", TRACEBACK)
+    assert outcome(loser, Exit(1, "h", **STOPPED), size=2).lines[-1] == lost
+
+
 def test_later_failures_have_one_line_for_each_kind():
     other = TRACEBACK.replace("ValueError", "choros.errors.MismatchError")
     got = outcome(

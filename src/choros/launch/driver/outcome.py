@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from choros.errors import PREEMPTED, LaunchError, PeerLostError
 from choros.launch.driver.failures import aborted_by_mpi, exception_name, explain, headline, lost_hosts, met_shutdown
@@ -47,8 +47,10 @@ def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
         return Outcome(0, (f"chorosrun: {job_end.stuck}. All scripts had ended: the job has finished.",))
     if job_end.chief_is_done:
         return Outcome(0, _done_lines(job_end, limits))
-    if not failures:  # MPI_Abort stops the other ranks so fast that the rank that called it may count as stopped, too
-        failures = [end for end in ends if end.traceback]
+    # MPI_Abort stops the other ranks so fast that the rank that called it may count as stopped, too; and one that has
+    # raised may take seconds to end, in which others fail because of it.
+    if all(map(_lacks_another, failures)):
+        failures = [_as_raised(end) for end in ends if end.traceback or end in failures]
     if failures:
         return _failed(job_end, _causes_first(job_end, failures))
     if len(ends) == job_end.size and all(end.code == 0 for end in ends):
@@ -96,6 +98,15 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
     return None
 
 
+def _lacks_another(end: Exit) -> bool:
+    return exception_name(end.traceback or end.shown) == PeerLostError.__name__
+
+
+def _as_raised(end: Exit) -> Exit:
+    """Returns the end of a rank that has raised, without the signal that chorosrun has sent it then."""
+    return replace(end, code=1, signal=0) if end.stopped and end.signal else end
+
+
 def _causes_first(job_end: JobEnd, failures: Sequence[Exit]) -> list[Exit]:
     """Returns the failures in the order of their reports, with ranks that failed because of another rank last."""
     victims = aborted_by_mpi(job_end.messages)
@@ -106,7 +117,7 @@ def _causes_first(job_end: JobEnd, failures: Sequence[Exit]) -> list[Exit]:
         aborted = end.rank in victims or (
             raised and end.code == _MPI_ABORT and not (end.signal or end.shown or end.tail)
         )
-        is_consequence = (aborted and not end.traceback) or met_shutdown(end.traceback)
+        is_consequence = (aborted and not end.traceback) or met_shutdown(end.traceback) or _lacks_another(end)
         role = job_end.roles.of(end.rank)
         return is_consequence, _SUSPECTS.index(role.name) if role is not None and not end.signal else 0
 

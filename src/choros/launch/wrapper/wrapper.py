@@ -181,6 +181,7 @@ class Wrapper:
         if self._process is None:
             self._early.append(number)
             return
+        self._reap()  # a rank that has ended just before is not stopped by it
         if self._status is not None:
             return
         if number in (signal.SIGTERM, signal.SIGUSR1):
