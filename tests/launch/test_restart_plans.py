@@ -1,10 +1,14 @@
 """What chorosrun does when an elastic job has lost mpirun, a host or a link: computed, without processes."""
 
+import os
+import signal
+
 import pytest
 
 from choros.launch.driver.failures import loss_of
 from choros.launch.driver.job_end import JobEnd, Reason
 from choros.launch.driver.outcome import outcome_of
+from choros.launch.driver.restarts import launch_again
 from choros.launch.plan.hosts import parse_hosts
 from choros.launch.plan.job import Elastic, Job, Limits
 from choros.launch.plan.restart import JobLoss, Restart, Tries, cut_off, moved, next_step, restarted
@@ -177,3 +181,33 @@ def test_given_up():
     assert outcome.lines == (
         "chorosrun: a was lost; the job ends: why. With --commit-dir, the same command goes on from the last commit.",
     )
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["between two launches", "in one that is lost"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_job_that_is_asked_to_end_is_not_started_again(within, number):
+    launches, preempted = [], number != signal.SIGHUP
+
+    def launch(*given):
+        launches.append(given)
+        if not within:
+            os.kill(os.getpid(), number)
+        return end(mpirun_code=-9, asked=number)
+
+    job_end = launch_again(JOB, ELASTIC, Limits(), launch, print)
+    assert len(launches) == 1
+    assert (job_end.reason, job_end.preempted, job_end.members) == (Reason.TERMINATE, preempted, set())
+    assert outcome_of(job_end, Limits()).exit_code == (75 if preempted else 143)
+
+
+def test_a_job_whose_hosts_change_and_change_back_while_it_ends_goes_on_there():
+    committed = [Exit(rank, "ab"[rank // 2], 75) for rank in range(4)]
+    ends = [end(*committed, moves=True), end(*(Exit(rank, "ab"[rank // 2], 0) for rank in range(4)))]
+    launched = []
+
+    def launch(job, *_):
+        launched.append((job.size, job.hosts))
+        return ends[len(launched) - 1]
+
+    assert outcome_of(launch_again(JOB, ELASTIC, Limits(), launch, print), Limits()).exit_code == 0
+    assert launched == [(4, JOB.hosts)] * 2

@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from launch.launched import CHOROSRUN, Running, rank_script
+from launch.launched import CHOROSRUN, Running, rank_script, run
 
 pytestmark = pytest.mark.slow
 
@@ -168,3 +168,35 @@ def test_ctrl_c_in_the_terminal_reaches_only_chorosrun(tmp_path):
         assert len(set(groups)) == 5  # mpirun, two wrappers, two ranks
         job.signal(signal.SIGTERM)
         assert job.end().code == 143
+
+
+#: A chorosrun that gets SIGTERM when it is about to remove the directories of a job.
+SIGNALLED_AT_THE_END = """
+import os, signal
+from contextlib import contextmanager
+from choros.launch.driver import launcher
+directories = launcher.job_directories
+@contextmanager
+def signalled():
+    with directories() as made:
+        try:
+            yield made
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+launcher.job_directories = signalled
+from choros.launch.cli import main
+main()
+"""
+KILLS_MPIRUN = "ready()\nimport psutil\npsutil.Process().parents()[1].kill()\ntime.sleep(600)\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "body", "code", "says"),
+    [((), "ready()", 0, ""), (("--min-np", "1"), KILLS_MPIRUN, 75, "chorosrun: preempted while it waited for hosts.")],
+    ids=["it has ended", "it would be started again"],
+)
+def test_a_signal_between_the_end_of_the_ranks_and_that_of_chorosrun(tmp_path, flags, body, code, says):
+    start = (PYTHON, "-P", "-c", SIGNALLED_AT_THE_END)
+    ended = run("-np", "1", *flags, PYTHON, rank_script(tmp_path / "s.py", body), start=start)
+    assert (ended.code, ended.out.count("ready")) == (code, 1), ended.err
+    assert says in ended.err

@@ -49,7 +49,9 @@ class JobEnd:
     """How a job and its ranks ended; ``exits`` are in the order of their reports; ``reason``: why it was stopped.
     ``done``: the ranks whose scripts ended or were not needed any more; ``together``: those that left with all others.
     ``newcomers``: those that were added, and that the others have not taken in yet.
-    ``stuck``, ``given_up``: why it was stopped, not restarted; ``move``: how to start it on the hosts of now.
+    ``stuck``, ``given_up``: why it was stopped, not restarted; ``move``: how to start it on the hosts of now, if they
+    have changed; ``moves``: whether its ranks were asked to commit and to end for that.
+    ``asked``: the last signal to chorosrun that asks for its end; 0: there was none.
     """
 
     size: int
@@ -64,8 +66,10 @@ class JobEnd:
     stuck: str = ""
     elastic: Elastic | None = None
     preempted: bool = False
+    asked: int = 0
     unconnected: bool = False
     move: Restart | None = None
+    moves: bool = False
     done: set[int] = field(default_factory=set)
     initialized: set[int] = field(default_factory=set)
     together: set[int] = field(default_factory=set)

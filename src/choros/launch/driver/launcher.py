@@ -1,6 +1,7 @@
 """The launcher of a job: checks hosts, plans its command, supervises it, cleans up; again: ``restarts.py``."""
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -95,21 +96,18 @@ def _launch_once(
         _check_hosts(job, limits, output)
     _warn_of_overload(job, output)
     remove_stale()
-    with job_directories() as (name, session), ExitStack() as listening:
-        if Config.from_environ({**environ, **job.environment}).log_level == "DEBUG":
-            listening.callback(events.listen(partial(_show_event, output)))
-        job = replace(job, options=replace(job.options, events=events.Kind.COLLECTIVE_BEGUN in events.heard))
-        command = plan(job, mpirun, environ, name=name, session=str(session), root=os.geteuid() == 0)
-        if verbose:
-            for line in (str(command), *rank_lines(job, environ)):
-                output.show(f"chorosrun: {line}")
-            output.show(f"chorosrun: hosts checked and command planned in {time.monotonic() - began:.2f} s")
-        with (
-            _merged_timelines(output),
-            caught_signals() as signals,
-            frame_pipes(session, job.most if command.one_host else 0) as pipes,
-        ):
-            return Supervisor(
+    with _merged_timelines(output), caught_signals() as signals:
+        with job_directories() as (name, session), ExitStack() as listening:
+            if Config.from_environ({**environ, **job.environment}).log_level == "DEBUG":
+                listening.callback(events.listen(partial(_show_event, output)))
+            job = replace(job, options=replace(job.options, events=events.Kind.COLLECTIVE_BEGUN in events.heard))
+            command = plan(job, mpirun, environ, name=name, session=str(session), root=os.geteuid() == 0)
+            if verbose:
+                for line in (str(command), *rank_lines(job, environ)):
+                    output.show(f"chorosrun: {line}")
+                output.show(f"chorosrun: hosts checked and command planned in {time.monotonic() - began:.2f} s")
+            pipes = listening.enter_context(frame_pipes(session, job.most if command.one_host else 0))
+            job_end = Supervisor(
                 job,
                 command,
                 output,
@@ -123,6 +121,9 @@ def _launch_once(
                 payload=payload,
                 verbose=verbose,
             ).run()
+        for number in signals.read():  # too late for the ranks, but not to start no others
+            job_end.asked = job_end.asked if number == signal.SIGUSR2 else number
+        return job_end
 
 
 def _show_event(output: Output, event: events.Event) -> None:

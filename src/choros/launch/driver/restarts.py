@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
+from types import FrameType
 
 from choros import durations
 from choros.errors import PREEMPTED, ConfigError
@@ -93,6 +93,28 @@ def launch_again(
     show: Callable[[str], None],
 ) -> JobEnd:
     """Runs ``job``, and if it loses mpirun, hosts or links, again on what is left; limits hold for all launches."""
+    try:
+        with caught_signals(_CAUGHT, _raise):  # but while a launch catches them itself
+            return _launch_again(job, elastic, limits, launch, show)
+    except _AskedToEnd as asked:
+        return _asked_to_end(asked.args[0], elastic)
+
+
+class _AskedToEnd(BaseException):
+    """A signal has come between two launches."""
+
+
+def _raise(number: int, _frame: FrameType | None) -> None:
+    raise _AskedToEnd(number)
+
+
+def _asked_to_end(number: int, elastic: Elastic) -> JobEnd:
+    """The end, by a signal to chorosrun, of a job of which the last commit is all that there is."""
+    reason = Reason.INTERRUPT if number == signal.SIGINT else Reason.TERMINATE
+    return JobEnd(0, reason=reason, elastic=elastic, preempted=number in (signal.SIGTERM, signal.SIGUSR1))
+
+
+def _launch_again(job: Job, elastic: Elastic, limits: Limits, launch: Launch, show: Callable[[str], None]) -> JobEnd:
     end_of_time = None if limits.run is None else time.monotonic() + limits.run
     waiting = _Waiting(job, elastic, HostHealth(elastic.cooldown), end_of_time, show)
     tries, current = Tries(), job
@@ -102,22 +124,20 @@ def launch_again(
             job_end = launch(current, replace(limits, run=left), hosts)
         codes = {end.code for end in job_end.exits.values()}
         # All ranks that were left have committed and ended, and only because hosts have changed.
-        has_moved = not job_end.preempted and job_end.reason is None and PREEMPTED in codes and not job_end.missing
-        if job_end.move is not None and has_moved:
+        has_moved = not job_end.asked and job_end.reason is None and PREEMPTED in codes and not job_end.missing
+        if job_end.moves and has_moved:
+            move = job_end.move or Restart(current.size, current.hosts)  # meanwhile they are again as they were
             tries = Tries(tries.restarts + 1)
-            current = restarted(job, job_end.move, tries.restarts, own_names(), os.environ)
-            show(f"chorosrun: the job {_again(current, job_end.move, tries.restarts)}.")
+            current = restarted(job, move, tries.restarts, own_names(), os.environ)
+            show(f"chorosrun: the job {_again(current, move, tries.restarts)}.")
             continue
         loss = loss_of(job_end, current)
         if loss is None:
             return job_end
+        if job_end.asked:
+            return _asked_to_end(job_end.asked, elastic)
         tries = tries.after(loss)
-        try:
-            with caught_signals(_CAUGHT, lambda number, _: sys.exit(number)):
-                step = waiting.after(loss, tries)
-        except SystemExit as signalled:  # the last commit is all that there is of the job
-            preempted = signalled.code in (signal.SIGTERM, signal.SIGUSR1)
-            return JobEnd(0, reason=Reason.TERMINATE, elastic=elastic, preempted=preempted)
+        step = waiting.after(loss, tries)
         if step is None:
             return replace(job_end, reason=Reason.TIMEOUT, waits=())
         if isinstance(step, str):

@@ -76,6 +76,9 @@ class Stopping:
 
     def on_signal(self, number: signal.Signals) -> None:
         """Does what a signal to chorosrun asks for."""
+        were_asked = bool(self.job_end.asked)
+        if number != signal.SIGUSR2:
+            self.job_end.asked = number
         if number in (signal.SIGUSR1, signal.SIGUSR2):
             if len(self.job_end.started) < self.job_end.size:
                 self._held.append(number)  # it would kill a rank that has no handler yet
@@ -84,14 +87,15 @@ class Stopping:
             else:
                 self.send(number)
         elif self.job_end.reason is not None:  # the job is being stopped already
-            self._kill()
+            if were_asked or self.job_end.reason is not Reason.TOO_FEW:  # else those that are left may commit
+                self._kill()
         else:
             self.stop(Reason.INTERRUPT if number == signal.SIGINT else Reason.TERMINATE)
 
     def all_have_started(self) -> None:
-        """Sends the signals that had to wait for it."""
-        for number in self._held:
-            self.send(number)
+        """Does what the signals that had to wait for it ask for."""
+        for number in self._held if self.job_end.reason is None else ():
+            self.on_signal(number)
 
     def on_hosts(self, hosts: HostWatch) -> None:
         """Asks the ranks to commit and to end, if the job is to go on on other hosts."""
@@ -108,11 +112,12 @@ class Stopping:
         if self.job_end.preempted or self.releasing:
             return
         if len(self.job_end.started) >= self.job_end.size:
+            self.job_end.moves = True
             self.send(MOVE)
         self.loop.set_deadline("move", durations.MOVE, self._move)
 
     def _preempt(self) -> None:
-        if self.job_end.preempted:
+        if self.job_end.preempted or self.job_end.reason is not None:
             self.stop(Reason.TERMINATE)
             self._kill()
         else:
