@@ -3,6 +3,8 @@
 import io
 import os
 import random
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -10,15 +12,19 @@ from pathlib import Path
 
 import pytest
 
+import choros
 from choros.launch import wrapper
 from choros.launch.driver.job_end import Reason
 from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.line_merger import LineMerger
+from choros.launch.driver.outcome import outcome_of
 from choros.launch.driver.output import Output
 from choros.launch.driver.supervisor import Supervisor
 from choros.launch.plan.command import Command
-from choros.launch.plan.job import Job, Limits
+from choros.launch.plan.hosts import Host
+from choros.launch.plan.job import Elastic, Job, Limits
 from choros.launch.plan.mpi_implementations import OPEN_MPI_5
+from choros.launch.plan.restart import Restart
 from choros.launch.processes.directories import SESSION
 from choros.launch.processes.pipes import frame_pipes
 from choros.launch.protocol.wrapper_options import JOB, WrapperOptions
@@ -48,6 +54,7 @@ def job(
     err=None,
     merger=None,
     program=sys.executable,
+    elastic=None,
     **how,
 ):
     """The end of a job whose rank runs ``code``, and its output."""
@@ -58,7 +65,14 @@ def job(
     command = Command(argv, {**os.environ, **environ})
     with caught_signals() as signals:
         started = Supervisor(
-            Job(argv, 1), command, output, record, limits or Limits(), signals, OPEN_MPI_5.signal_map, **how
+            Job(argv, 1, elastic=elastic),
+            command,
+            output,
+            record,
+            limits or Limits(),
+            signals,
+            OPEN_MPI_5.signal_map,
+            **how,
         )
         job_end = started.run()
     return job_end, out.getvalue(), err.getvalue()
@@ -173,9 +187,136 @@ def test_a_job_is_stopped(code, limits, end, reason):
     assert (end_of(job_end), job_end.reason) == ((end, True), reason)
 
 
+#: The rank is killed while its wrapper is stopped, which then gets chorosrun's signal and that of this end at once.
+KILLED_BEFORE_THE_SIGNAL = """
+wrapper, rank = os.getppid(), os.getpid()
+os.kill(wrapper, signal.SIGSTOP)
+if os.fork() == 0:
+    os.setsid()
+    while open(f"/proc/{rank}/stat").read().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    os.kill(wrapper, signal.SIGABRT)
+    os.kill(wrapper, signal.SIGCONT)
+    os._exit(0)
+os.kill(rank, signal.SIGKILL)
+"""
+
+
+def test_a_rank_that_ends_before_the_signal_is_not_stopped_by_it():
+    assert end_of(job(KILLED_BEFORE_THE_SIGNAL)[0]) == (137, False)
+
+
 def test_a_signal_is_forwarded():
     code = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7)); to_chorosrun(signal.SIGUSR1); time.sleep(60)"
     assert end_of(job(code)[0]) == (7, False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_an_elastic_job_that_is_being_stopped_kills_it_and_is_noted(number):
+    handler = f"signal.signal(signal.SIGINT, lambda *_: to_chorosrun({number}))"
+    code = f"{handler}; to_chorosrun(signal.SIGINT)\ntime.sleep(60)"
+    job_end, _, _ = job(code, limits=Limits(grace=60), elastic=Elastic(1, 1))
+    assert (end_of(job_end), job_end.reason) == ((137, True), Reason.INTERRUPT)
+    assert (job_end.asked, job_end.preempted) == (number, False)
+
+
+def test_a_signal_before_all_ranks_have_started_preempts_an_elastic_job():
+    """The wrapper is started by what sends chorosrun the signal."""
+    early = f"import os, signal, sys; os.kill({os.getpid()}, signal.SIGUSR1); os.execv(sys.argv[1], sys.argv[1:])"
+    job_end, _, err = job("time.sleep(60)", wrapper=(sys.executable, "-c", early, *WRAPPER), elastic=Elastic(1, 1))
+    assert (job_end.preempted, b"sent SIGUSR1 to the ranks" in err) == (True, True)
+
+
+class Hosts:
+    """Hosts that have changed whenever somebody writes a byte to ``path``."""
+
+    def __init__(self, path, *wanted):
+        os.mkfifo(path)
+        self._descriptor, self._wanted = os.open(path, os.O_RDWR | os.O_NONBLOCK), list(wanted)
+
+    def fileno(self):
+        return self._descriptor
+
+    def wanted(self):
+        os.read(self._descriptor, 1)
+        return self._wanted.pop(0) if self._wanted else None
+
+
+def test_ranks_that_were_asked_to_end_for_other_hosts_are_known_if_these_are_gone(tmp_path):
+    hosts = Hosts(tmp_path / "hosts", Restart(1, (Host("a", 1),)))
+    code = f"""
+def change():
+    with open({str(tmp_path / "hosts")!r}, "wb") as hosts:
+        hosts.write(b".")
+signal.signal(signal.SIGWINCH, lambda *_: (change(), time.sleep(1), sys.exit(75)))
+change()
+time.sleep(60)
+"""
+    job_end, _, _ = job(code, elastic=Elastic(1, 1), hosts=hosts)
+    assert (end_of(job_end), job_end.moves, job_end.move) == ((75, False), True, None)
+
+
+#: An mpirun that is a program, which sends frames.
+SENDING_MPIRUN = f"""
+import os, signal, subprocess, sys
+sys.path.append({str(Path(choros.__file__).parent.parent)!r})
+from choros.launch.protocol.frames import Exit, Start, encode
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def send(*frames):
+    sys.stdout.buffer.write(b"".join(map(encode, frames)))
+    sys.stdout.buffer.flush()
+host = os.uname().nodename
+"""
+#: The only rank has committed and ended when a new one is started; mpirun ends when that one does.
+LATE_START = """
+send(Start(0, host, os.getpid()), Exit(0, host, 75))
+new = subprocess.Popen(["sleep", "60"], process_group=0)
+send(Start(1, host, new.pid, added=True))
+send(Exit(1, host, 128 - new.wait(), signal=-new.returncode))
+"""
+#: Rank 1 is lost, and with it the job, when rank 0 asks for it by SIGUSR2; it is asked to end, and saves.
+LOSES_A_RANK = """
+send(Start(1, host, os.getpid()))
+signal.signal(signal.SIGUSR2, lambda *_: send(Exit(1, host, 137, signal=9)))
+rank_0 = subprocess.Popen(sys.argv[1:])
+for number in (signal.SIGABRT, signal.SIGURG):
+    signal.signal(number, lambda number, _: rank_0.send_signal(number))
+rank_0.wait()
+"""
+SAVES = """
+def save(*_):
+    to_chorosrun(signal.SIGTERM)
+    time.sleep(1)
+    sys.exit(69)
+signal.signal(signal.SIGTERM, save)
+to_chorosrun(signal.SIGUSR2)
+time.sleep(60)
+"""
+#: A rank whose number has become that of another process ends without a report.
+REUSED = "send(Start(0, host, int(sys.argv[1])))"
+
+
+def test_a_new_rank_that_starts_when_all_have_ended_is_ended():
+    job_end, _, err = job("", wrapper=(sys.executable, "-c", SENDING_MPIRUN + LATE_START), elastic=Elastic(1, 2))
+    assert [(rank, end.code) for rank, end in job_end.exits.items()] == [(0, 75), (1, 0)], err
+    assert outcome_of(job_end, Limits()).exit_code == 75
+
+
+def test_the_first_signal_to_a_job_of_too_few_ranks_lets_them_save():
+    mpirun = (sys.executable, "-c", SENDING_MPIRUN + LOSES_A_RANK, *WRAPPER)
+    job_end, _, err = job(SAVES, wrapper=mpirun, elastic=Elastic(2, 2))
+    assert (job_end.reason, end_of(job_end)) == (Reason.TOO_FEW, (69, True)), err
+
+
+def test_a_process_that_has_got_the_number_of_a_rank_is_not_killed():
+    with subprocess.Popen(["sleep", "60"], process_group=0) as other:
+        try:
+            job_end, _, _ = job("", wrapper=(sys.executable, "-c", SENDING_MPIRUN + REUSED, str(other.pid)))
+            assert job_end.missing == {0}
+            with pytest.raises(subprocess.TimeoutExpired):
+                other.wait(0.5)
+        finally:
+            other.kill()
 
 
 #: An mpirun that loses pieces of its standard input, the first one, too, and repeats parts of others.

@@ -37,7 +37,6 @@ from choros.launch.driver.wait_watch import StackRequests, WaitWatch
 from choros.launch.plan.command import Command
 from choros.launch.plan.job import Elastic, Job, Limits
 from choros.launch.processes.control import RECORD_OF, STACKS_OF, VIEW_OF, answer, send_text
-from choros.launch.processes.process_tree import signal_group
 from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, Received, Result, Stacks, Start, Text
 from choros.launch.protocol.payload import PayloadSender
 from choros.launch.protocol.wrapper_options import STACKS
@@ -137,9 +136,6 @@ class Supervisor:
         finally:
             self._loop.close()
             self._job_end.mpirun_code = self._mpirun.finish()
-        for start in self._job_end.started.values():  # their wrappers were killed before they could report an end
-            if start.rank not in self._job_end.exits and start.host == os.uname().nodename:
-                signal_group(start.pid, signal.SIGKILL)
         self._waits.finish()
         for exit_ in self._job_end.exits.values():
             self._output.write_to_file(exit_.rank, exit_.traceback)
@@ -204,6 +200,7 @@ class Supervisor:
             self._job_end.exits.pop(frame.rank, None)
             self._job_end.newcomers.add(frame.rank)
             self._waits.replaced(frame.rank)
+            self._end_unneeded({frame.rank})
             self._output.show(
                 f"chorosrun: a new rank {frame.rank} was started on {frame.host}; it joins when it is ready."
             )
@@ -255,13 +252,17 @@ class Supervisor:
             self._loop.set_deadline("failure", durations.SHUTDOWN, lambda: self._stopping.stop(Reason.FAILURE))
         elif frame.code != 0 and job_end.elastic is None:
             self._stopping.stop(Reason.FAILURE)
-        elif job_end.missing <= job_end.newcomers:  # all ranks have ended: end the processes that were to become some
-            for newcomer in job_end.newcomers - self._unneeded:
-                self._unneeded.add(newcomer)
-                job_end.done.add(newcomer)  # so that it is no loss if mpirun fails now
-                self._kill(newcomer)
-        elif frame.code == 0:
+        elif not self._end_unneeded(job_end.newcomers) and frame.code == 0:
             self._waits.ended(rank)
+
+    def _end_unneeded(self, newcomers: set[int]) -> bool:
+        """Ends the processes that were to become ranks once all ranks have ended; returns whether they have."""
+        have_ended = self._job_end.missing <= newcomers | self._unneeded
+        for newcomer in newcomers - self._unneeded if have_ended else ():
+            self._unneeded.add(newcomer)
+            self._job_end.done.add(newcomer)  # so that it is no loss if mpirun fails now
+            self._kill(newcomer)
+        return have_ended
 
     def _send_record(self, moments: int | None, client: socket.socket) -> None:
         send_text(client, json.dumps(self._record.to_json(moments)))
