@@ -2,14 +2,18 @@
 
 import copy
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 
-from choros.comm import ProcessSet, Reduction, context, global_process_set, on_change
+import choros
+from choros.comm import LEAVES, ProcessSet, Reduction, context, global_process_set, on_change
 from choros.comm.algorithms.window import _identity, _map, _reserve
+from choros.comm.engines.local import LocalCommunicator
 from choros.comm.membership import Change, Membership
 from choros.comm.reduction import writer
+from choros.topology import Topology
 
 
 def test_process_sets_are_no_part_of_what_is_copied() -> None:
@@ -43,6 +47,29 @@ def test_every_registration_is_an_epoch() -> None:
         assert process_set.membership == Membership(epoch, (0, 1))
         process_set.unregister()
         assert process_set.membership == Membership(epoch, (0, 1))
+
+
+def test_a_signal_to_a_new_rank_while_it_is_taken_in_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    choros.init()
+    assert context._job is not None
+    new, member, from_hosts = (
+        LocalCommunicator(0, ["a"], lambda: member),
+        LocalCommunicator(0, ["a"]),
+        Topology.from_hosts,
+    )
+
+    def signalled(*args: Any, **how: Any) -> Any:
+        global_process_set.communicator.notice |= LEAVES  # as the signal's handler does
+        return from_hosts(*args, **how)
+
+    try:
+        context._job.communicator = new
+        global_process_set.register(0, [0], new)
+        monkeypatch.setattr(context.Topology, "from_hosts", signalled)
+        assert choros.comm.admit()
+        assert (global_process_set.communicator, member.notice) == (member, LEAVES)
+    finally:
+        choros.shutdown()
 
 
 def test_a_listener_ends_with_its_object() -> None:

@@ -216,10 +216,11 @@ def admit() -> bool:
     new = job.communicator
     entered = job.communicator.enter()
     communicator = entered or LocalCommunicator(new.size - 1, new.hosts(), new.enter)  # of the same ranks, the last one
-    communicator.opening, communicator.raises_loss, communicator.notice = new.opening, new.raises_loss, new.notice
+    communicator.opening, communicator.raises_loss = new.opening, new.raises_loss
     job.communicator = communicator
     job.topology = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=job.topology.launcher)
     global_process_set.register(0, communicator.ranks, communicator)
+    communicator.notice |= new.notice  # only now, as a signal until then was noted there
     if entered is None:
         return False
     global_process_set.changed(communicator.ranks, admits=True)  # what this process knew of all ranks, it knew alone
