@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import choros.keras as hvd
-from choros.errors import ConfigError
+from choros.errors import ConfigError, MismatchError
 from choros.settings import current
 from choros.training.distributed_optimizer import reducer_of
 from ranks.reference import of_one_rank
@@ -1031,6 +1031,19 @@ def case_model_built_by_the_first_batch():
     first = fit(model, hvd.shard(data(EVEN), batch_size=BATCH))["loss"]
     assert first[-1] < first[0]
     assert_same_on_all_ranks(model)
+
+
+def case_gradients_of_different_variables_are_not_averaged():
+    variables, gradient = [keras.Variable(np.ones(3, "float32")) for _ in range(2)], keras.ops.ones(3)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    optimizer.build(variables)
+    own = min(hvd.rank(), 1)
+    with pytest.raises(MismatchError, match=r"float32\[3\] of variable 1"):
+        optimizer.apply([gradient, None][:: 1 - 2 * own], variables)
+    with pytest.raises(MismatchError, match=r"float32\[3\] of variable 1"):
+        optimizer.apply([gradient], [variables[own]])
+    optimizer.apply([gradient], variables[:1])
+    assert [keras.ops.convert_to_numpy(variable)[0] for variable in variables] == [0.5, 1.0]
 
 
 def case_ranks_that_start_from_different_weights_are_told_so():

@@ -504,7 +504,7 @@ def test_a_joined_rank_contributes_no_rows() -> None:
         received = [reducer.reduce([rows([process_set.rank()], 1.0)], examples=1)[0]]
         if process_set.rank() == 0:
             received.append(reducer.reduce([rows([5], 1.0)], examples=1)[0])
-        reducer.join(layout_of([np.zeros((9, 2), np.float32)]), lambda reduced: received.append(reduced[0]))
+        reducer.join(layout_of([np.zeros((9, 2), np.float32)]), lambda _, reduced: received.append(reduced[0]))
         return [each.indices.tolist() for each in received]
 
     assert on_threads(2, rank_main) == [[[0, 1], [5]]] * 2

@@ -418,8 +418,10 @@ def case_invalid_arguments_are_errors() -> None:
 
 
 def case_different_gradients_mismatch() -> None:
-    variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
-    for used in (variables[: 1 + hvd.rank() % 2], variables):  # a missing gradient, and then ranks are in step again
+    variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0), tf.Variable(4.0)]
+    own = hvd.rank() % 2
+    # A missing gradient, one of another variable, and then ranks are in step again.
+    for used in (variables[: 1 + own], variables[1 + own :][:1], variables):
         with tf.GradientTape() as tape:
             loss = sum(tf.reduce_sum(variable) for variable in used)
         wrapped = hvd.DistributedGradientTape(tape)

@@ -115,7 +115,7 @@ class TapeReduction:
         reducer = self._reducer(trained)
 
         def forward(arrays: Sequence[Any]) -> list[Any]:
-            return reducer.reduce(arrays, trained, examples=examples)
+            return reducer.reduce(arrays, trained, sources, examples=examples)
 
         def backward(upstream: Sequence[Any]) -> list[Any]:
             if examples is None:

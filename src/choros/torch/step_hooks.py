@@ -128,7 +128,7 @@ class SlicedStep:
 
     def participate(self, optimizer: Any, parts: dict[Request, Callable[[Sequence[int]], None]]) -> None:
         """Adds to ``parts`` how this rank participates without batches: see ``joining.join``."""
-        self._exchange.participate(parts, partial(setattr, self, "_received"))
+        self._exchange.participate(parts, lambda _, reduced: setattr(self, "_received", reduced))
         parts[self._request] = partial(self._follow, optimizer)
 
     def _announce(self, optimizer: Any, gradients: Sequence[Any] | None, sender: int) -> None:

@@ -110,7 +110,7 @@ class _DistributedMixin:
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         reducer: Any = reducer_of(self)
         micro_batches = apply_count(self) if reducer.reducer.config.micro_batches > 1 else 0
-        reduced: list[Any] = reducer.reduce(list(gradients), variables, micro_batches)
+        reduced: list[Any] = reducer.reduce(list(gradients), variables, trained_by(self), micro_batches)
         return reduced
 
     def build(self, variables: Any) -> None:
@@ -151,7 +151,7 @@ class _DistributedMixin:
             with keras.StatelessScope(state_mapping=mapping):
                 micro_batches = keras.ops.convert_to_tensor(apply_count(self))
             reducer: Any = reducer_of(self)
-            grads = reducer.reduce(grads, trained_variables(self), micro_batches)
+            grads = reducer.reduce(grads, trained_variables(self), (), micro_batches)
             updated = super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
             return reducer.compare(trained_variables(self), updated[0]), updated[1]
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
@@ -345,7 +345,7 @@ def participation(optimizer: Any) -> Participation:
 
     if reducer.state_owner is not None:
         return reducer.participation(variables, update)
-    shared = [variable for variable in variables if not reducer.is_local(variable)]
+    shared = reducer.shared(variables)
 
     def accumulate_when_settled(gradients: list[tuple[Any, Any]]) -> None:
         communicator.when_settled(lambda: _accumulate(optimizer, gradients))
@@ -382,7 +382,7 @@ def reduce_early(optimizer: Any) -> None:
     reducer = reducer_of(optimizer)
     if reducer is None or not reducer.reducer.active or not accumulators(optimizer):
         return
-    gradients = reducer.reduce_early()
+    gradients = reducer.reduce_early(trained_by(optimizer))
     if reducer.has_state:
         _accumulate(optimizer, gradients)
 
@@ -425,6 +425,6 @@ def receive_weights(optimizer: Any) -> tuple[int, ...]:
         return ()
     made = (*reducer.reducer.trained, *heirs)
     if reducer.state_owner is None and reducer.slices is None:
-        shared = [variable for variable in trained_variables(optimizer) if not reducer.is_local(variable)]
+        shared = reducer.shared(trained_variables(optimizer))
         broadcast_updates([*shared, *optimizer.variables], process_set.ranks[last], process_set, heirs=made)
     return made

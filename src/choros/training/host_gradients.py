@@ -64,7 +64,7 @@ def host_call(
         if isinstance(each, RowsLayout):
             outputs += ArraySpec((None,), each.index_dtype), ArraySpec((None, *each.shape[1:]), each.dtype)
         else:
-            outputs.append(ArraySpec(*each))
+            outputs.append(ArraySpec(*each[:2]))
     outputs.append(FLAG)
     if device is not None:
         *results, flagged = device_adapter(device.framework).device_call(on_host, inputs, outputs)

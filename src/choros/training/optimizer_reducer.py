@@ -23,13 +23,7 @@ from choros.comm import Reduction, global_process_set
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.identical import Comparison, check_identical
-from choros.parallel.reduce.gradients import (
-    Gradient,
-    GradientLayout,
-    RowsLayout,
-    SliceLayout,
-    layout_of,
-)
+from choros.parallel.reduce.gradients import Gradient, GradientLayout, RowsLayout, SliceLayout, numbered, variables_of
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import BackwardExchange, are_replaceable
@@ -95,8 +89,6 @@ class OptimizerReducer:
         self._advice = advice
         self._scale_local = scale_local_gradients
         self.local: list[Any] = []
-        #: By the layout of their gradients, the variables of the steps so far.
-        self._variables: dict[GradientLayout, list[Any]] = {}
         #: Whether a comparison is due after the update, in a step that is being compiled too; and by which reducer.
         self._due: Any = None
         #: A number that the reduction into slices has returned, before which nothing that follows may run.
@@ -172,10 +164,21 @@ class OptimizerReducer:
         """Whether ``variable``'s gradient stays on its rank."""
         return any(variable is local for local in self.local)
 
+    def shared(self, variables: Sequence[Any]) -> Sequence[Any]:
+        """The ``variables`` whose gradients are reduced."""
+        return [each for each in variables if not self.is_local(each)] if self.local else variables
+
     def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], micro_batches: Any = 0, examples: Any = None
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        known: Sequence[Any],
+        micro_batches: Any = 0,
+        examples: Any = None,
     ) -> list[Any]:
-        """Reduces this rank's gradients for the update; ``micro_batches``: the calls of ``apply`` before this one."""
+        """Reduces this rank's gradients for the update; ``known``: all variables of which there may be gradients;
+        ``micro_batches``: the calls of ``apply`` before this one.
+        """
         gradients = list(gradients)
         self._due = self.ordering = None
         if not gradients:  # all weights are frozen: ranks without rows do not come
@@ -202,7 +205,8 @@ class OptimizerReducer:
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
         shared = [index for index in given if not self.is_local(variables[index])] if self.local else given
         own, trained = [gradients[i] for i in shared], [variables[i] for i in shared]
-        reduced = self._reduce(reducer, own, trained, micro_batches, examples)
+        layout = numbered(tuple(map(self._layout, own, trained)), trained, self.shared(known))
+        reduced = self._reduce(reducer, own, trained, layout, micro_batches, examples)
         # Keras divides by the number of micro-batches, as for reduced gradients.
         factor = 1 if config.average_micro_batches else config.micro_batches
         divisor = config.process_set.communicator.size if self._scale_local else 1
@@ -278,11 +282,15 @@ class OptimizerReducer:
         return _replaced(values, dict(zip(shared, results, strict=True)))
 
     def _reduce(
-        self, reducer: GradientReducer, gradients: list[Any], variables: list[Any], micro_batches: Any, examples: Any
+        self,
+        reducer: GradientReducer,
+        gradients: list[Any],
+        variables: list[Any],
+        layout: GradientLayout,
+        micro_batches: Any,
+        examples: Any,
     ) -> list[Any]:
-        config, self._last = reducer.config, reducer
-        layout, step = tuple(self._layout(g, v) for g, v in zip(gradients, variables, strict=True)), current_step()
-        self._variables[layout] = variables
+        config, self._last, step = reducer.config, reducer, current_step()
         if examples is None:
             examples = 1 if step is None else step.examples
         if _on_torch() and (config.bucket_bytes is not None or config.device is not None):
@@ -402,19 +410,17 @@ class OptimizerReducer:
             reduced = _replaced(reduced, dict(zip(returned, results, strict=True)))
         return reduced
 
-    def reduce_early(self) -> list[tuple[Any, Any]]:
+    def reduce_early(self, known: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Reduces gradients of micro-batches now, on all ranks between two steps; returns what is to be accumulated."""
         found = self.reducer.reduce_early()
-        return [pair for layout, gradients in found.items() for pair in self._accumulated(layout, gradients, ())]
+        return [pair for each in found.items() for pair in self._accumulated(self.shared(known), *each)]
 
-    def _accumulated(
-        self, layout: GradientLayout, gradients: Sequence[Gradient], default: Sequence[Any]
-    ) -> list[tuple[Any, Any]]:
-        variables, tensors = self._variables.get(layout, default), list(map(tensor_of, gradients))
+    def _accumulated(self, known: Sequence[Any], layout: GradientLayout, reduced: list[Gradient]) -> list[Any]:
+        variables, tensors = variables_of(layout, known), list(map(tensor_of, reduced))
         pairs: list[tuple[Any, Any]] = []
         if self.slices is None:
-            pairs += zip(variables, tensors, strict=False)
-        elif variables:
+            pairs += zip(variables, tensors, strict=True)
+        else:
             for pieces in self.slices.placed(tensors, variables):
                 pairs += [(self.slices.own[piece], tensor) for piece, tensor in (pieces or {}).items()]
         return [(each, keras_arrays().to_dense(gradient, tuple(each.shape))) for each, gradient in pairs]
@@ -423,21 +429,21 @@ class OptimizerReducer:
         self,
         variables: Sequence[Any],
         on_update: Callable[[list[Gradient], Sequence[Any]], None] | None = None,
-        on_early: Callable[[list[tuple[Any, Any]]], None] = lambda _: None,
+        on_early: Callable[[list[Any]], None] = lambda _: None,
     ) -> Participation:
         """As ``GradientReducer.participation``; sparse ones may come, ``on_update`` gets those of others' steps, and
         ``on_early`` what ``reduce_early`` returns on others.
         """
 
-        def update(reduced: list[Gradient]) -> None:
+        def update(layout: GradientLayout, reduced: list[Gradient]) -> None:
             self.ordering, self._is_first = None, False
             if on_update is not None:
-                trained = self._of_results(reduced, variables)
+                trained = variables_of(layout, variables)
                 self._is_first = self._begin(trained)
                 on_update(reduced, trained)
 
         def early(layout: GradientLayout, reduced: list[Gradient]) -> None:
-            on_early(self._accumulated(layout, reduced, variables))
+            on_early(self._accumulated(variables, layout, reduced))
 
         dense: list[Any] = [(tuple(v.shape), dtype_of(v)) for v in variables]
         if self.slices is not None:
@@ -449,17 +455,6 @@ class OptimizerReducer:
                 pairs = zip(variables, dense, rows, strict=True)
                 sparse += [tuple(of_rows if is_embedding(v) else each for v, each, of_rows in pairs)]
         return self.reducer.participation(tuple(dense), update, sparse, early)
-
-    def _of_results(self, reduced: list[Gradient], default: Sequence[Any]) -> Sequence[Any]:
-        """The variables of the gradients that a step of other ranks has reduced."""
-        if self.slices is None or self.slices.receives_whole:
-            return self._variables.get(layout_of(reduced), default)
-        rank = self.slices.rank
-        sizes = [each.size if isinstance(each, np.ndarray) else -1 for each in reduced]
-        for layout, variables in self._variables.items():
-            if sizes == [each.items(rank) if isinstance(each, SliceLayout) else -1 for each in layout]:
-                return variables
-        return default
 
 
 def _call_if(due: Any, function: Callable[[Sequence[Any]], None], values: Sequence[Any]) -> None:

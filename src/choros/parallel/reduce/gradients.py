@@ -40,12 +40,24 @@ Ranges = tuple[tuple[int, int], ...]
 _BY_INDEX, _ONE_BY_ONE = 1, 2
 
 
+class DenseLayout(NamedTuple):
+    """What ranks agree on about the gradient of the variable of this ``number``: see ``numbered``."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}{_of(self.number)}"
+
+
 class SliceLayout(NamedTuple):
     """What ranks agree on about a gradient of which each receives its own items: see ``slices.py``."""
 
     shape: tuple[int, ...]
     dtype: DType
     ranges: Ranges
+    number: int | None = None
 
     def items(self, rank: int) -> int:
         """The number of items of ``rank``."""
@@ -54,7 +66,7 @@ class SliceLayout(NamedTuple):
 
     def __str__(self) -> str:
         items = [stop - start for start, stop in self.ranges]
-        return f"{self.dtype}{list(self.shape)} in slices of {', '.join(map(str, items))}"
+        return f"{self.dtype}{list(self.shape)}{_of(self.number)} in slices of {', '.join(map(str, items))}"
 
 
 class RowsLayout(NamedTuple):
@@ -67,6 +79,7 @@ class RowsLayout(NamedTuple):
     index_dtype: DType
     repeats: bool = True
     ranges: Ranges = ()
+    number: int | None = None
 
     def items(self, rank: int) -> int:
         """The number of items of ``rank``."""
@@ -85,7 +98,12 @@ class RowsLayout(NamedTuple):
         return SparseRows(aligned_empty((count,), self.index_dtype), values, self.shape)
 
     def __str__(self) -> str:
-        return f"{'' if self.repeats else 'distinct '}rows of {self.dtype}{list(self.shape)} by {self.index_dtype}"
+        kind = "" if self.repeats else "distinct "
+        return f"{kind}rows of {self.dtype}{list(self.shape)}{_of(self.number)} by {self.index_dtype}"
+
+
+def _of(number: int | None) -> str:
+    return "" if number is None else f" of variable {number}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +153,7 @@ class SparseRows:
 
 
 #: For each gradient its shape and dtype, and for a sparse one the dtype of its indices.
-GradientLayout = tuple[tuple[tuple[int, ...], DType] | SliceLayout | RowsLayout, ...]
+GradientLayout = tuple[tuple[tuple[int, ...], DType] | DenseLayout | SliceLayout | RowsLayout, ...]
 
 
 def layout_of(gradients: Sequence[Any]) -> GradientLayout:
@@ -149,11 +167,29 @@ def layout_of(gradients: Sequence[Any]) -> GradientLayout:
     )
 
 
+def numbered(layout: GradientLayout, variables: Sequence[Any], known: Sequence[Any]) -> GradientLayout:
+    """The layout of gradients of ``variables``. If they are not all that are ``known``, in this order, it has their
+    numbers: others may have the same shapes.
+    """
+    number_of = {id(variable): number for number, variable in enumerate(known)}
+    numbers = [number_of.get(id(variable), -1) for variable in variables]
+    if not known or numbers == [*range(len(known))]:
+        return layout
+    return tuple(
+        each._replace(number=number) if isinstance(each, SliceLayout | RowsLayout) else DenseLayout(*each[:2], number)
+        for each, number in zip(layout, numbers, strict=True)
+    )
+
+
+def variables_of(layout: GradientLayout, known: Sequence[Any]) -> list[Any]:
+    """The variables of a ``numbered`` layout."""
+    numbers = [getattr(each, "number", None) for each in layout]
+    return [known[index if number is None else number] for index, number in enumerate(numbers)]
+
+
 def describe(layout: GradientLayout) -> str:
     """Returns ``layout`` as text, for errors."""
-    return ", ".join(
-        str(each) if isinstance(each, SliceLayout | RowsLayout) else f"{each[1]}{list(each[0])}" for each in layout
-    )
+    return ", ".join(f"{each[1]}{list(each[0])}" if type(each) is tuple else str(each) for each in layout)
 
 
 def zeros_like(gradient: Any) -> Any:

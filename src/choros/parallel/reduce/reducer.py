@@ -48,6 +48,8 @@ from choros.parallel.reduce.noise import Contribution, Estimate, NoiseProgress, 
 from choros.parallel.reduce.plan import Plan, ReduceConfig, plan_for
 from choros.settings import current
 
+#: Called with what ``reduce`` would have returned, and its layout.
+OnUpdate = Callable[[GradientLayout, list[Gradient]], None]
 #: The plans that are kept. Optimizers that are applied to parts of a model alternate between a few layouts.
 _PLANS = 8
 
@@ -242,7 +244,7 @@ class GradientReducer:
             self._correct()
         return communicator.atomic(collective, again=self._correct)
 
-    def join(self, layout: GradientLayout, on_update: Callable[[list[Gradient]], None] = lambda _: None) -> int | None:
+    def join(self, layout: GradientLayout, on_update: OnUpdate = lambda *_: None) -> int | None:
         """Participates with zeros until no rank has more batches; returns as ``last_active``. ``on_update`` is called
         with what ``reduce`` would have returned for each.
         """
@@ -252,9 +254,9 @@ class GradientReducer:
     def participation(
         self,
         layout: GradientLayout,
-        on_update: Callable[[list[Gradient]], None] = lambda _: None,
+        on_update: OnUpdate = lambda *_: None,
         alternatives: Sequence[GradientLayout] = (),
-        on_early: Callable[[GradientLayout, list[Gradient]], None] = lambda *_: None,
+        on_early: OnUpdate = lambda *_: None,
     ) -> Participation:
         """Returns how a rank without batches participates; see ``join``. One that has computed no gradients gives
         ``alternatives`` to ``layout``, as it does not know which are sparse. ``on_early`` is called with what the
@@ -273,10 +275,10 @@ class GradientReducer:
 
         def accumulate(counts: Sequence[int], layout: GradientLayout) -> None:
             begin(counts, layout, exchange=False).communicator.when_settled(self._settle)
-            on_update(zeros_of(layout, self.config.process_set.communicator.rank))
+            on_update(layout, zeros_of(layout, self.config.process_set.communicator.rank))
 
         def exchange(counts: Sequence[int], layout: GradientLayout) -> None:
-            on_update(self._exchange(begin(counts, layout), None))
+            on_update(layout, self._exchange(begin(counts, layout), None))
 
         def sum_first_bucket(counts: Sequence[int], layout: GradientLayout) -> None:
             begin(counts, layout)
@@ -292,7 +294,7 @@ class GradientReducer:
                 return
             received.update(zip(plan.indices[bucket], self._sum(plan, bucket, None), strict=True))
             if bucket == len(plan.indices) - 1:
-                on_update([received.pop(index) for index in sorted(received)])
+                on_update(plan.layout, [received.pop(index) for index in sorted(received)])
 
         parts: dict[Request, Callable[[Sequence[int]], None]] = {}
         for plan in self._plans.values():

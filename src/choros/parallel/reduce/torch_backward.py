@@ -44,7 +44,7 @@ from choros.parallel.reduce.gradients import (
     describe,
     layout_of,
 )
-from choros.parallel.reduce.reducer import GradientReducer
+from choros.parallel.reduce.reducer import GradientReducer, OnUpdate
 
 
 @dataclass
@@ -132,7 +132,7 @@ class BackwardExchange:
     def participate(
         self,
         parts: dict[Request, Callable[[Sequence[int]], None]],
-        on_update: Callable[[list[Gradient]], None] = lambda _: None,
+        on_update: OnUpdate = lambda *_: None,
     ) -> None:
         """Adds to ``parts`` how this rank participates without gradients: see ``joining.join``. ``on_update`` is called
         with what the reducer returns.
