@@ -285,6 +285,18 @@ def case_functions_are_sent_with_the_lines_of_cells():
     assert inspect.getsource(closures.loads(sent, lambda _: None)) == source
 
 
+def case_layers_compute_of_large_statistics_what_the_chief_has_computed():
+    rows = np.random.default_rng(0).normal(3, 2, size=(8, 17_000)).astype("float32")
+    with cluster_of(workers=1, ps=1) as strategy:
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        with strategy.scope():
+            normal = keras.layers.Normalization()
+            normal.adapt(rows)
+            model = keras.Sequential([keras.Input((17_000,)), normal])
+        result = coordinator.schedule(lambda: keras.ops.convert_to_numpy(model(rows))).fetch()
+        np.testing.assert_allclose(result, keras.ops.convert_to_numpy(model(rows)), rtol=1e-4, atol=1e-5)
+
+
 def case_a_function_that_fails_leaves_the_worker_as_it_was():
     with cluster_of(workers=1, ps=1) as strategy:
         coordinator = distribute.coordinator.ClusterCoordinator(strategy)

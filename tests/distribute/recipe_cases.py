@@ -159,6 +159,10 @@ def case_what_layers_keep_besides_weights():
         words = keras.Input((2,), dtype="string")
         for layer in (given, learnt):
             check(keras.Model(words, layer(words)), x=tf.constant([["x", "y"], ["z", "?"]]))
+        text, many = keras.Input((), dtype="string"), [" ".join(f"w{i}" for i in range(17_000)), "w1 w2"]
+        counted = keras.layers.TextVectorization(output_mode="tf_idf")  # over 64 KiB, but no weight
+        counted.adapt(many)
+        check(keras.Model(text, counted(text)), x=tf.constant(many))
 
 
 def case_large_weights_are_not_sent():

@@ -42,7 +42,7 @@ Array = NDArray[Any]
 #: A function and its arguments, as ``pickle`` takes them: together they create a copy.
 Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
 
-#: Larger arrays of layers are sent as zeros.
+#: Larger weights of layers are sent as zeros.
 _SMALL = 1 << 16
 #: Classes and functions of these packages are not the user's.
 _KNOWN = frozenset(("keras", "builtins", "choros", "numpy", "tensorflow", "torch", "jax"))
@@ -113,7 +113,8 @@ def _state_of(layer: Any) -> _LayerState | None:
         with tempfile.TemporaryDirectory() as name:
             layer.save_assets(name)
             assets = {path.name: path.read_bytes() for path in Path(name).iterdir()}
-    return {name: _small(value) for name, value in variables.items()}, assets
+    pulled = set(map(id, layer.weights))  # not what layers compute of them, or keep besides: that goes as it is
+    return {name: _zeros(value) if id(value) in pulled else host(value) for name, value in variables.items()}, assets
 
 
 def _load(layer: Any, state: _LayerState) -> None:
@@ -127,8 +128,8 @@ def _load(layer: Any, state: _LayerState) -> None:
             layer.load_assets(name)
 
 
-def _small(value: Any) -> Array | Callable[[], Array]:
-    array = host(value)
+def _zeros(weight: Any) -> Array | Callable[[], Array]:
+    array = host(weight)
     return array if array.nbytes <= _SMALL else partial(np.zeros, array.shape, str(array.dtype))
 
 

@@ -55,6 +55,8 @@ class ServerSession:
         self._variables: dict[VariableKey, Any] = {}
         self._keys: dict[int, VariableKey] = {}
         self._statistics: list[VariableKey] = []
+        #: Of the statistics of layers that compute others of them once, such as ``Normalization``: these layers.
+        self._derived: dict[VariableKey, Any] = {}
         #: Digests of the values that this process and the servers last agreed on.
         self._last: dict[VariableKey, bytes] = {}
         #: The version of each server that this process knows, and received shards that are not assigned yet.
@@ -114,6 +116,8 @@ class ServerSession:
             value = self._whole(key, parts)
             self._last[key] = _digest(value)
             self._variables[key].assign(value)
+        for layer in {self._derived[key] for key in changed.keys() & self._derived.keys()}:
+            layer.finalize_state()
 
     def push(
         self, optimizer: int, variables: Sequence[Any], gradients: Sequence[Array | Rows], learning_rate: float | None
@@ -164,6 +168,8 @@ class ServerSession:
             if number not in self._seen:
                 statistics = {id(v) for layer in layers_of(model) for v in own_statistics(layer)}
                 self._discover_variables(number, model.weights, statistics)
+                deriving = [layer for layer in layers_of(model) if hasattr(layer, "finalize_state")]
+                self._derived.update({self._keys[id(v)]: layer for layer in deriving for v in own_statistics(layer)})
         for number, scale in self.objects.loss_scales():
             if number not in self._seen:
                 own = own_variables(scale)
