@@ -15,10 +15,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-#: What the seconds of steps are spent on; ``computing`` is what is left.
-PARTS = ("computing", "loading", "waiting", "exchanging", "committing", "recovering")
+#: What the seconds of steps are spent on, in words; ``computing`` is what is left.
+PARTS = {
+    "computing": "computing",
+    "loading": "loading data",
+    "waiting": "waiting for other ranks",
+    "exchanging": "exchanging gradients",
+    "committing": "committing",
+    "recovering": "recovering from lost ranks",
+}
 #: The numbers of ``RankProgress`` that a job's record has over time; the others it has as they are last.
-SERIES = ("steps", "examples", "seconds", *PARTS[1:], "pausing", "memory")
+SERIES = ("steps", "examples", "seconds", *list(PARTS)[1:], "pausing", "memory")
 #: The format of a job's record.
 RECORD_FORMAT = 1
 #: The number of places in a histogram of steps.

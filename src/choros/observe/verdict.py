@@ -199,10 +199,7 @@ def verdict_text(verdict: Verdict, name: Callable[[Sequence[int]], str]) -> list
     100 steps, 5 steps/s, 80 examples/s; a step: computing 45 %, loading data 55 %.
     input-bound on rank 1: it loads data for 50 % of each step. Loaded in advance, steps would be 2.0 times as fast.
     """
-    said = {"loading": "loading data", "waiting": "waiting for other ranks", "exchanging": "exchanging gradients"}
-    parts = [
-        f"{said.get(each, each)} {percent_text(share)}" for each, share in verdict.shares.items() if share >= 0.005
-    ]
+    parts = [f"{PARTS[each]} {percent_text(share)}" for each, share in verdict.shares.items() if share >= 0.005]
     rates = f"{number_text(1 / verdict.step)} steps/s"
     if verdict.examples_per_second:
         rates += f", {number_text(verdict.examples_per_second)} examples/s"

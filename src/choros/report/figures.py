@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from choros.observe.stragglers import limit_of
+from choros.observe.stragglers import PARTS, limit_of
 from choros.observe.verdict import percent_text
 from choros.report import drawing
 from choros.report.drawing import COLOURS, Point, bytes_text, seconds_text
@@ -14,15 +14,8 @@ from choros.report.record import Rank, WrittenRecord
 _MOST_RANKS = 64
 #: A line has at most so many points.
 _MOST_POINTS = 150
-#: What a step is spent on: its name, its colour, and what it is.
-PARTS = (
-    ("computing", "c0", "computing"),
-    ("loading", "c1", "loading data"),
-    ("waiting", "c4", "waiting for other ranks"),
-    ("exchanging", "c5", "exchanging gradients"),
-    ("committing", "c3", "committing"),
-    ("recovering", "c6", "recovering from lost ranks"),
-)
+#: The colours of what a step is spent on.
+_COLOURS = dict(zip(PARTS, ("c0", "c1", "c4", "c5", "c3", "c6"), strict=True))
 _GOODPUT = (
     ("steps", "c0", "steps"),
     ("start", "c7", "start"),
@@ -81,10 +74,10 @@ def _shares(ranks: Sequence[Rank]) -> Figure:
     if not members:
         return Figure(title, "", "No rank has made a step.")
     parts = []
-    for name, colour, text in PARTS:
+    for name, text in PARTS.items():
         shares = [getattr(rank.progress, name) / rank.progress.seconds for rank in members]
         if max(shares) >= 0.005:
-            parts.append((colour, text, shares))
+            parts.append((_COLOURS[name], text, shares))
     means = ", ".join(f"{text} {percent_text(sum(shares) / len(shares))}" for _, text, shares in parts)
     svg = drawing.columns(
         f"Shares of a step, by rank; on average {means}",

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from choros.observe.stragglers import PARTS
 from choros.observe.verdict import means_of, members_of, number_text, percent_text
 from choros.report.drawing import bytes_text, seconds_text
-from choros.report.figures import PARTS
 from choros.report.record import WrittenRecord
 
 
@@ -37,7 +37,7 @@ def numbers_of(record: WrittenRecord) -> Mapping[str, Number]:
         "a step": Number(step, seconds_text),
         "steps/s": Number(1 / step if step else None, number_text),
         "examples/s": Number(examples or None, number_text),
-        **{text: Number(shares.get(name), percent_text) for name, _, text in PARTS},
+        **{text: Number(shares.get(name), percent_text) for name, text in PARTS.items()},
     }
     memory = max((each for rank in record.ranks for each in rank.series["memory"]), default=0.0)
     found["goodput"] = Number(None if record.goodput is None else record.goodput["steps"], percent_text)

@@ -18,7 +18,8 @@ from textual.widgets import Static
 
 from choros import durations
 from choros.errors import LaunchError
-from choros.view.snapshot import PARTS, JobView, RankView, view_of
+from choros.observe.stragglers import PARTS
+from choros.view.snapshot import JobView, RankView, view_of
 from choros.view.text import bar, cells, curve, progress, rate, rates, size_of, title
 
 #: Rates are those since so many records ago.
@@ -148,12 +149,12 @@ def ranks_text(view: JobView, width: int) -> Text:
     unit = "steps/s" if by_steps else "examples/s"
     rates = [rank.steps_per_second if by_steps else rank.examples_per_second for rank in view.ranks]
     most = max(rates, default=0.0) or 1.0
-    signs = [f"{_STYLES[name][0]} {shown}" for name, shown in PARTS.items() if _is_spent(view, name)]
+    signs = [f"{_STYLES[name][0]} {name}" for name in PARTS if _is_spent(view, name)]
     heading = f"{'rank':{number}} {'host':{hosts}.{hosts}}{unit:<{_RATE_CELLS + _NUMBER_CELLS + 1}} "
     legend = Text(heading if len(heading) + len(" ".join(signs)) <= width else "rank ")
     legend.append(" ".join(signs))
-    for name, shown in PARTS.items():
-        legend.highlight_words([f"{_STYLES[name][0]} {shown}"], _STYLES[name][2:])
+    for name in PARTS:
+        legend.highlight_words([f"{_STYLES[name][0]} {name}"], _STYLES[name][2:])
     lines = [legend]
     for rank, each in zip(view.ranks, rates, strict=True):
         lines.append(_rank_text(rank, number, hosts, each, each / most, left - hosts))

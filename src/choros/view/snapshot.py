@@ -5,13 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from choros import durations
+from choros.observe.stragglers import PARTS
 from choros.observe.verdict import tells_examples
-
-#: The parts of a rank's time, by their names in the record, as they are shown.
-PARTS = {
-    "computing": "computing", "loading": "loading", "waiting": "waiting", "exchanging": "exchanging",
-    "committing": "commits", "recovering": "recovery",
-}  # fmt: skip
 
 Record = Mapping[str, Any]
 

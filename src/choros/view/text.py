@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 
+from choros.observe.stragglers import PARTS
 from choros.observe.verdict import aligned
-from choros.view.snapshot import PARTS, FitView, JobView
+from choros.view.snapshot import FitView, JobView
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = "▁▂▃▄▅▆▇█"
@@ -114,7 +115,7 @@ def table(view: JobView) -> str:
     lines += [progress(view.fit)] if view.fit else []
     lines += [rates(view)]
     lines += [", ".join(f"{name} {values[-1]:.4g}" for name, values in view.metrics.items())] if view.metrics else []
-    rows = [["rank", "host", "steps", "steps/s", "examples/s", *PARTS.values(), "memory"]]
+    rows = [["rank", "host", "steps", "steps/s", "examples/s", *PARTS, "memory"]]
     for rank in view.ranks:
         shares = [f"{rank.shares[name]:.0%}" if rank.shares else "-" for name in PARTS]
         examples = rate(rank.examples_per_second) if rank.examples_per_second else "-"
