@@ -68,7 +68,7 @@ def case_an_iterator_of_tensorflow() -> None:
         return
     import tensorflow as tf
 
-    from choros.training.timed_iterator import TimedIterator, loaded
+    from choros.training.tensorflow_iterators import TimedIterator, loaded
 
     def slow(value: Any) -> Any:
         time.sleep(PAUSE)
@@ -104,7 +104,7 @@ def case_the_end_of_an_iterator_of_tensorflow() -> None:
         return
     import tensorflow as tf
 
-    from choros.training.ended_iterators import end_in_background
+    from choros.training.tensorflow_iterators import end_in_background
 
     let_end, ended = threading.Event(), threading.Event()
 

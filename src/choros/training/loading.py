@@ -34,8 +34,7 @@ class _TensorFlow:
     """A training function of TensorFlow whose iterator is timed."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        from choros.training.ended_iterators import end_in_background
-        from choros.training.timed_iterator import TimedIterator, loaded
+        from choros.training.tensorflow_iterators import TimedIterator, end_in_background, loaded
 
         end_in_background()
         self._function, self._timed, self._loaded = function, TimedIterator.of, loaded()

@@ -104,7 +104,7 @@ class SynchronousTraining(Training):
         self._shard_state = shard_state
         hand_over_arrays()
         if keras.backend.backend() == "tensorflow":
-            from choros.training.ended_iterators import end_in_background
+            from choros.training.tensorflow_iterators import end_in_background
 
             end_in_background()
 

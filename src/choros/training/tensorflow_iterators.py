@@ -1,13 +1,23 @@
-"""An iterator of tf.data that measures, in a compiled step too, how long the step waits for it.
+"""Iterators of tf.data: how long steps wait for them, and a thread that ends them. It imports TensorFlow: import it on
+demand.
 
-::
+What a step waits is measured in a compiled one, too; from the call to the batch would not do, as starting a compiled
+function takes a millisecond::
 
     began = timestamp ──► IteratorGetNext ──► loaded += timestamp - began ──► the step goes on with the batch
 
-The time from calling the step to the batch would not do: starting a compiled function takes a millisecond.
+Each iterator has a thread of TensorFlow that tunes it, less and less often: in the end once a minute. Ending the
+iterator wakes this thread, but says only then that it is to end: if it looks before, it sleeps once more, and who has
+dropped the last reference, such as the garbage collector in a step, waits for it. All ranks would wait for that one::
+
+    step                  drops an iterator ──► goes on
+    ended iterators                         ──► waits for its thread
 """
 
 import functools
+import queue
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any, final
 
@@ -72,3 +82,21 @@ def _timed(read: Callable[[], Any]) -> Any:
         added = loaded().assign_add(tf.timestamp() - began)
     with tf.control_dependencies([added]):  # else the whole step may come first
         return tf.nest.map_structure(tf.identity, data, expand_composites=True)
+
+
+@functools.cache
+def end_in_background() -> None:
+    """Lets a thread wait for the end of each iterator, for the rest of the process."""
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()  # the garbage collector may interrupt its put by another
+
+    def drop() -> None:
+        while True:
+            ended.get()  # and forget it
+
+    def ends(iterator: Any) -> None:
+        if not sys.is_finalizing():
+            held = vars(iterator)
+            ended.put([held.pop(name, None) for name in ("_iterator_resource", "_components")])
+
+    _OwnedIterator.__del__ = ends
+    threading.Thread(target=drop, name="choros: ended iterators", daemon=True).start()
