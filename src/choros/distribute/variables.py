@@ -39,7 +39,7 @@ from choros.distribute.scope import in_fit, in_replica
 from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.identical import are_identical
-from choros.training.replaced import derived
+from choros.training.replaced import derived, own_class
 from choros.training.thread import doing, thread
 from choros.training.variables import aggregate
 
@@ -107,7 +107,7 @@ def aggregates(variable: Any) -> bool:
 def release(variable: Any) -> None:
     """Undoes ``follow_aggregation``, for variables that all replicas assign in the same way."""
     if aggregates(variable):
-        variable.__class__ = type(variable).__bases__[1]
+        variable.__class__ = own_class(variable)
         _read_together.pop(id(variable), None)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from choros.errors import ConfigError
 from choros.memory.model import BY_ITEMS, BY_VARIABLES, UNDIVIDED, TrainedModel, VariableBytes
-from choros.training.distributed_optimizer import own_class, reducer_of
+from choros.training.distributed_optimizer import reducer_of
 from choros.training.keras_internals.models import apply_count, innermost, optimizers_of
 from choros.training.keras_internals.slice_variables import outline
+from choros.training.replaced import underived
 from choros.training.sliced_state import works_by_item
 from choros.training.whole_state import Slot, nbytes, slots
 
@@ -51,7 +52,7 @@ def _slots(optimizer: Any, variables: Sequence[Any]) -> list[Slot]:
     if reducer is not None and reducer.state is not None:
         return reducer.state.slots.whole
     inner = innermost(optimizer)
-    kind = type(inner) if reducer_of(inner) is None else own_class(inner)
+    kind: Any = underived(type(inner))
     try:
         fresh = kind.from_config(inner.get_config())
     except (TypeError, ValueError) as error:

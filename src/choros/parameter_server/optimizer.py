@@ -25,7 +25,6 @@ from choros.parameter_server.recipes import current_rate, follows_schedule, opti
 from choros.parameter_server.scope_objects import ScopeObjects
 from choros.parameter_server.session import ServerSession
 from choros.parameter_server.slots import Slots
-from choros.training.distributed_optimizer import own_class
 from choros.training.keras_internals.models import (
     apply_count,
     decays,
@@ -36,6 +35,7 @@ from choros.training.keras_internals.models import (
     note_trained_variables,
     trained_variables,
 )
+from choros.training.replaced import underived
 from choros.training.thread import thread
 
 Array = NDArray[Any]
@@ -149,7 +149,7 @@ class RemoteOptimizer:
         if (steps := self._optimizer.gradient_accumulation_steps) and follows_schedule(self._optimizer):
             config["learning_rate"] = _OfMicroBatches(config["learning_rate"], steps)
         config.update({name: None for name in _APPLIED_ON_WORKER if name in config})
-        self._recipe = cloudpickle.dumps((own_class(self._optimizer), config))
+        self._recipe = cloudpickle.dumps((underived(type(self._optimizer)), config))
 
     def update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Sends gradients to the servers and assigns the new values; works in compiled functions too."""

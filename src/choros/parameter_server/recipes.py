@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from choros.parallel.structure import leaves
 from choros.parameter_server.scope_objects import host
-from choros.training.distributed_optimizer import own_class
 from choros.training.keras_internals.models import (
     is_functional,
     layers_of,
@@ -37,6 +36,7 @@ from choros.training.keras_internals.models import (
     user_attributes,
 )
 from choros.training.keras_internals.saving import deserialize_sharing, serialize_sharing
+from choros.training.replaced import underived
 
 Array = NDArray[Any]
 #: A function and its arguments, as ``pickle`` takes them: together they create a copy.
@@ -58,7 +58,7 @@ def by_recipe(item: Any, shared: Callable[[Any], bool]) -> Recipe | None:
         config = {name: value for name, value in item.get_config().items() if name != "inner_optimizer"}
         return partial(item.__class__, **config), (item.inner_optimizer,)
     if isinstance(item, keras.optimizers.Optimizer):
-        return _from_config, (own_class(item), optimizer_config(item))
+        return _from_config, (underived(type(item)), optimizer_config(item))
     if isinstance(item, keras.Metric):
         return _from_config, (type(item), item.get_config())
     if isinstance(item, keras.losses.Loss) and type(item).__module__.startswith("keras."):

@@ -34,6 +34,7 @@ from choros.training.keras_internals.models import (
     trained_variables,
 )
 from choros.training.optimizer_reducer import OptimizerReducer
+from choros.training.replaced import own_class
 from choros.training.sliced_optimizer import (
     apply_scaled,
     assign_undivided,
@@ -224,11 +225,6 @@ def trained_by(optimizer: Any) -> list[Any]:
     """The variables of the model that a built optimizer trains, whole also where it has slices of them."""
     reducer = reducer_of(optimizer)
     return trained_variables(optimizer) if reducer is None or reducer.slices is None else reducer.slices.variables
-
-
-def own_class(optimizer: Any) -> Any:
-    """The class that an optimizer had before ``derive`` replaced it."""
-    return type(optimizer).__mro__[2]
 
 
 def reducer_of(optimizer: Any) -> OptimizerReducer | None:

@@ -46,6 +46,11 @@ def derived(base: type, behaviour: type) -> type:
     return kind
 
 
+def own_class(changed: Any) -> Any:
+    """The class that an object had before it was ``derived`` the last time."""
+    return type(changed).__bases__[1]
+
+
 def underived(kind: type) -> type:
     """The class of which ``derived`` has made ``kind``; any other class itself."""
     while kind in _derived.values():
