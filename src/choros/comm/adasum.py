@@ -19,16 +19,14 @@ Every rank does all levels, in float64, for one slice: it sends as many bytes as
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.members import Members
-from choros.comm.reduction import Reduction
+from choros.comm.reduction import Array, Reduction
 from choros.topology import shard_range
 
-Array = NDArray[Any]
 #: Vectors whose squared length is less have no direction.
 _SMALLEST = float(np.sqrt(np.finfo(np.float64).tiny))
 

@@ -20,8 +20,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from choros.comm.devices import Device, DeviceCollectives, DeviceLink
 from choros.comm.fusion import Layout
 from choros.comm.members import Members
-from choros.comm.primitives import Array
-from choros.comm.reduction import Reduction, dtype_problem, working_dtype, working_op, writer
+from choros.comm.reduction import Array, Reduction, dtype_problem, working_dtype, working_op, writer
 from choros.comm.request import CollectiveSpec, Request, digest_of
 from choros.comm.selection import select_devices
 from choros.comm.transfers import (

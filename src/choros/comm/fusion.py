@@ -10,14 +10,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.members import Members
-from choros.comm.primitives import CHUNK_BYTES, Array
-from choros.comm.reduction import Reduction, wide_dtype, working_op
+from choros.comm.primitives import CHUNK_BYTES
+from choros.comm.reduction import Array, Reduction, wide_dtype, working_op
 
 #: The shape and dtype of each array.
 Layout = tuple[tuple[tuple[int, ...], np.dtype[np.generic]], ...]
@@ -284,7 +284,7 @@ def regrouped(received: NDArray[np.uint8], counts: NDArray[np.int64]) -> list[ND
 ALIGNMENT = 64
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> NDArray[Any]:
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
     """An uninitialised array whose memory begins at a multiple of ``ALIGNMENT`` bytes.
 
     >>> array = aligned_empty((3, 5), np.dtype("float32"))

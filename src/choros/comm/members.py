@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.membership import Change
-from choros.comm.primitives import Array, Primitives
-from choros.comm.reduction import Reduction
+from choros.comm.primitives import Primitives
+from choros.comm.reduction import Array, Reduction
 from choros.comm.request import (
     JOINED,
     SHUTDOWN,

@@ -4,18 +4,16 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.membership import Change
-from choros.comm.reduction import Reduction
+from choros.comm.reduction import Array, Reduction
 from choros.comm.request import SHUTDOWN
 from choros.comm.signature import Signatures
 from choros.comm.waiting import Awaited
-
-Array = NDArray[Any]
 
 #: A chunk of this size still fits the caches.
 CHUNK_BYTES = 4 << 20

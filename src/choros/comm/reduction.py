@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from choros.errors import ConfigError, UnsupportedError
 
+#: An array on the host, NumPy's.
+Array = NDArray[Any]
+
 BFLOAT16: np.dtype[np.generic] = np.dtype(ml_dtypes.bfloat16)
 
 #: Every dtype the collectives take.
@@ -108,7 +111,7 @@ def loses_nans(op: Reduction, dtype: np.dtype[Any]) -> bool:
     return op in (Reduction.MIN, Reduction.MAX) and dtype.kind == "f"
 
 
-def writer(op: Reduction, size: int) -> Callable[[NDArray[Any], NDArray[Any]], None]:
+def writer(op: Reduction, size: int) -> Callable[[Array, Array], None]:
     """What writes the meaning of ``size`` ranks' reduced items, its first argument, to its second, maybe the same:
     their quotient if ``op`` is the average.
 
@@ -120,12 +123,12 @@ def writer(op: Reduction, size: int) -> Callable[[NDArray[Any], NDArray[Any]], N
     return functools.partial(_write_average, size) if op is Reduction.AVERAGE else _write
 
 
-def _write(working: NDArray[Any], flat: NDArray[Any]) -> None:
+def _write(working: Array, flat: Array) -> None:
     if flat is not working:
         flat[...] = working  # of each small gradient: np.copyto takes a third longer
 
 
-def _write_average(size: int, working: NDArray[Any], flat: NDArray[Any]) -> None:
+def _write_average(size: int, working: Array, flat: Array) -> None:
     if working.dtype.kind in "iu":
         if size > np.iinfo(working.dtype).max:
             working = working.astype(np.int64)

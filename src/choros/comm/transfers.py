@@ -22,8 +22,7 @@ from choros.comm.fusion import (
     slots_of,
 )
 from choros.comm.members import Members
-from choros.comm.primitives import Array
-from choros.comm.reduction import Reduction, working_dtype, working_op, writer
+from choros.comm.reduction import Array, Reduction, working_dtype, working_op, writer
 from choros.errors import ConfigError, MismatchError
 from choros.topology import shard_range
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
-from choros.comm import Reduction, global_process_set
+from choros.comm import Array, Reduction, global_process_set
 from choros.data.rows import check_global_batch
 from choros.errors import ConfigError
 from choros.parallel import ops
@@ -85,7 +84,7 @@ def seeds_of(dataset: Any) -> list[tuple[int, int]]:
     return [(int(first), int(second)) for first, second in values if first is not None and second is not None]
 
 
-def constants_of(dataset: Any) -> list[NDArray[Any]]:
+def constants_of(dataset: Any) -> list[Array]:
     """The arrays in memory of which ``dataset`` is made, such as names of files."""
     slices = [each for each in chain(dataset) if type(each).__name__ == "_TensorSliceDataset"]
     tensors = [tensor for each in slices for tensor in each._tensors]

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
+from choros.comm import Array
 from choros.durable import Numbered
 from choros.errors import ConfigError
 
@@ -104,7 +104,7 @@ class KerasCheckpoint:
             assign_whole(optimizer, own)
 
 
-def _typed(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+def _typed(array: Array, dtype: str) -> Array:
     """An array of ``dtype``: NumPy's format has no bfloat16, and such arrays are loaded as plain bytes."""
     return array.view(np.dtype(dtype)) if array.dtype.kind == "V" else array
 

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
-from choros.comm import ProcessSet, Reduction, global_process_set
+from choros.comm import Array, ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
 from choros.jax.division import refuse_slices
 from choros.parallel import objects, ops
@@ -232,7 +231,7 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def _to_host(leaf: Any) -> NDArray[Any]:
+def _to_host(leaf: Any) -> Array:
     if isinstance(leaf, jax.core.Tracer):
         raise ConfigError(
             "broadcast_parameters was called inside jax.jit or another transformation: call it outside of it, once, "
@@ -241,7 +240,7 @@ def _to_host(leaf: Any) -> NDArray[Any]:
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
-def _from_host(host: NDArray[Any], like: Any) -> Any:
+def _from_host(host: Array, like: Any) -> Any:
     if _is_key(like):
         return jax.random.wrap_key_data(host, impl=jax.random.key_impl(like))
     if isinstance(like, jax.Array):

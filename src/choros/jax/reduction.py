@@ -8,10 +8,10 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec
 from choros.arrays.jax_arrays import JaxArrays
+from choros.comm import Array
 from choros.comm.fusion import Layout
 from choros.comm.request import JOINED
 from choros.errors import ConfigError, MismatchError, NotInitializedError
@@ -21,7 +21,6 @@ from choros.parallel.identical import check_identical
 from choros.parallel.reduce.gradients import SliceLayout
 from choros.parallel.reduce.reducer import GradientReducer
 
-Array = NDArray[Any]
 ADAPTER = JaxArrays()
 _ADVICE = "Start all ranks from the same values: params = broadcast_parameters(params) before training."
 #: Numbers that the host returns to the compiled step: one, and one for each model of ``jax.vmap``.

@@ -20,10 +20,9 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec
-from choros.comm import ProcessSet, Reduction
+from choros.comm import Array, ProcessSet, Reduction
 from choros.errors import ConfigError, NotInitializedError
 from choros.jax.collectives import paths_of
 from choros.jax.dependence import works_by_item
@@ -34,7 +33,6 @@ from choros.parallel.ops import allreduce
 from choros.parallel.reduce.gradients import SliceLayout
 from choros.parallel.reduce.slices import gather_slices
 
-Array = NDArray[Any]
 #: In an update of slices, the ranks that have the others, and a number of the compiled step.
 _slices: ContextVar[tuple[ProcessSet, Any] | None] = ContextVar("slices", default=None)
 

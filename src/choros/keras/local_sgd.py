@@ -3,10 +3,9 @@
 from typing import Any, final
 
 import keras
-from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
-from choros.comm import ProcessSet, global_process_set
+from choros.comm import Array, ProcessSet, global_process_set
 from choros.errors import ConfigError, NotInitializedError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.reduce.local_updates import LocalUpdates, OuterSGD
@@ -146,10 +145,10 @@ class _LocalUpdatesCallback(keras.callbacks.Callback):
         new, self._examples = examples - self._examples, examples
         return new
 
-    def _read(self) -> list[NDArray[Any]]:
+    def _read(self) -> list[Array]:
         values = [variable.value for variable in self.model.trainable_variables]
         return [adapter_of(value).to_host(value) for value in values]
 
-    def _write(self, weights: list[NDArray[Any]]) -> None:
+    def _write(self, weights: list[Array]) -> None:
         for variable, weight in zip(self.model.trainable_variables, weights, strict=True):
             variable.assign(weight)

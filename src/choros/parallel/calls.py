@@ -8,16 +8,13 @@ from functools import partial
 from typing import Any, TypedDict, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import ArrayAdapter, ArrayFunction, ArraySpec, HostFunction, adapter_of
-from choros.comm import BFLOAT16, Communicator, ProcessSet, Reduction, global_process_set
+from choros.comm import BFLOAT16, Array, Communicator, ProcessSet, Reduction, global_process_set
 from choros.comm.reduction import wide_dtype
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor, check_compressor
 from choros.parallel.compression.compressor import is_floating
-
-Array = NDArray[Any]
 
 
 class Options(TypedDict, total=False):

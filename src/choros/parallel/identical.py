@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
-from choros.comm import ProcessSet, Request, global_process_set
+from choros.comm import Array, ProcessSet, Request, global_process_set
 from choros.errors import DriftError
 
-Array = NDArray[Any]
 #: Differences up to so many units in the last place of an array's largest value are rounding: of other processors.
 _ROUNDING = 8
 

@@ -22,14 +22,12 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
-from choros.comm import ProcessSet, Request, global_process_set
+from choros.comm import Array, ProcessSet, Request, global_process_set
 from choros.comm.request import CollectiveSpec
 from choros.comm.transfers import sum_numbers
 
-Array = NDArray[Any]
 _DIFFER = (
     "the ranks' layers normalise different numbers of channels together; they sent {} numbers: all ranks must have the "
     "same model, and call its layers in the same order."

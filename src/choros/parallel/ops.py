@@ -22,10 +22,9 @@ from typing import Any, Unpack
 import numpy as np
 
 from choros.arrays import ArraySpec, adapter_of
-from choros.comm import ProcessSet, Reduction, global_process_set
+from choros.comm import Array, ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError, UnsupportedError
 from choros.parallel.calls import (
-    Array,
     CollectiveCall,
     Options,
     as_array,

@@ -29,8 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from numpy.typing import NDArray
-
+from choros.comm import Array
 from choros.parameter_server.placement import Shard, VariableKey
 
 #: Identifies an object that is sent by reference: ``("created", number)``, ``("metric", number)``,
@@ -38,9 +37,9 @@ from choros.parameter_server.placement import Shard, VariableKey
 Reference = tuple[Any, ...]
 #: The values of metrics' variables that a function has changed on a worker. The chief adds them up, so each batch is
 #: counted once, and not at all if its worker was lost before it reported.
-Report = Mapping[Reference, list[NDArray[Any]]]
+Report = Mapping[Reference, list[Array]]
 #: A server's current version, and the values of the shards that changed since the version that the client knows.
-Changed = tuple[int, Mapping[Shard, NDArray[Any]]]
+Changed = tuple[int, Mapping[Shard, Array]]
 #: Of the variables that an optimizer updates, whether their weights decay, and their constraint.
 Updated = Mapping[VariableKey, tuple[bool, Any]]
 #: The first message of a process to a server: the job's name, which the chief chose, and its host and number.

@@ -16,9 +16,9 @@ from typing import Any, final
 import cloudpickle
 import keras
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec, framework_adapter
+from choros.comm import Array
 from choros.errors import ConfigError, StrategyError
 from choros.parameter_server.placement import Rows, VariableKey
 from choros.parameter_server.recipes import current_rate, follows_schedule, optimizer_config
@@ -38,7 +38,6 @@ from choros.training.keras_internals.models import (
 from choros.training.replaced import underived
 from choros.training.thread import thread
 
-Array = NDArray[Any]
 _ATTRIBUTE = "_choros_remote_optimizer"
 #: The worker applies these; the servers' optimizer must not apply them again.
 _APPLIED_ON_WORKER = ("clipnorm", "global_clipnorm", "clipvalue", "loss_scale_factor", "gradient_accumulation_steps")

@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from choros.comm import Array
 from choros.errors import ConfigError
 from choros.topology import shard_range
 
-Array = NDArray[Any]
 Partition = Callable[[tuple[int, ...], str], Sequence[int]]
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from numpy.typing import NDArray
 
+from choros.comm import Array
 from choros.parallel.structure import leaves
 from choros.parameter_server.scope_objects import host
 from choros.training.keras_internals.models import (
@@ -38,7 +38,6 @@ from choros.training.keras_internals.models import (
 from choros.training.keras_internals.saving import deserialize_sharing, serialize_sharing
 from choros.training.replaced import underived
 
-Array = NDArray[Any]
 #: A function and its arguments, as ``pickle`` takes them: together they create a copy.
 Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
+from choros.comm import Array
 from choros.distribute.fit.training import KerasCall
 from choros.errors import ConfigError
 from choros.parameter_server.messages import Reference, Report
@@ -192,7 +192,7 @@ def _parts(model: Any, kind: str) -> list[Any]:
             return list(model.metrics)
 
 
-def host(variable: Any) -> NDArray[Any]:
+def host(variable: Any) -> Array:
     """Returns a copy of a variable's current value, independent of later changes of the variable."""
     value = getattr(variable, "value", variable)
     return np.array(adapter_of(value).to_host(value))

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
-from numpy.typing import NDArray
-
+from choros.comm import Array
 from choros.errors import ConfigError
 from choros.parameter_server.cluster import CHIEF, this_process
 from choros.parameter_server.jobs import JobServer
@@ -20,7 +19,6 @@ from choros.training.keras_internals.models import exclude_from_weight_decay, tr
 from choros.transport.channel import Channel, ChannelClosed, Failure
 
 _log = logging.getLogger(__name__)
-Array = NDArray[Any]
 
 
 @final

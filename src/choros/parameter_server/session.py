@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, final
 
-from numpy.typing import NDArray
-
+from choros.comm import Array
 from choros.errors import ConfigError
 from choros.parameter_server.cluster import Servers
 from choros.parameter_server.messages import Changed, Updated
@@ -37,8 +36,6 @@ from choros.parameter_server.placement import (
 from choros.parameter_server.scope_objects import ScopeObjects, host
 from choros.parameter_server.slots import Slots
 from choros.training.keras_internals.models import decays, layers_of, own_statistics, own_variables
-
-Array = NDArray[Any]
 
 
 @final

@@ -6,12 +6,11 @@ from typing import Any
 
 import keras
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import ArrayAdapter, ArraySpec, device_adapter, framework_adapter
+from choros.comm import Array
 from choros.parallel.reduce.gradients import Gradient, GradientLayout, RowsLayout, SparseRows
 
-Array = NDArray[Any]
 #: A number that the host returns to the training step.
 FLAG = ArraySpec((), np.dtype(np.int32))
 

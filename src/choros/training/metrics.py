@@ -17,15 +17,12 @@ from typing import Any
 
 import keras
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
-from choros.comm import Reduction, global_process_set
+from choros.comm import Array, Reduction, global_process_set
 from choros.parallel.objects import allgather_object
 from choros.parallel.ops import broadcast_arrays
 from choros.training.keras_internals.models import single_metrics
-
-Array = NDArray[Any]
 
 _ROWS, _TRIALS = 3, 3
 #: How the ranks' values of a variable are merged; ``None``: they are those of rank 0.

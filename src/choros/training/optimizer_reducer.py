@@ -17,9 +17,8 @@ from typing import Any, final
 
 import keras
 import numpy as np
-from numpy.typing import NDArray
 
-from choros.comm import Reduction, global_process_set
+from choros.comm import Array, Reduction, global_process_set
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.identical import Comparison, check_identical
@@ -45,8 +44,6 @@ from choros.training.sliced_state import ELSEWHERE, Slices
 from choros.training.variables import overwrite, value_of
 from choros.training.weighting import correction, current_step
 from choros.training.whole_state import WholeState
-
-Array = NDArray[Any]
 
 if keras.backend.backend() == "tensorflow":  # before a step is traced
     read_gathered_rows_only()

@@ -39,10 +39,9 @@ from typing import Any, final
 
 import keras
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
-from choros.comm import admit, global_process_set, is_nested
+from choros.comm import Array, admit, global_process_set, is_nested
 from choros.elastic.commit_store import CommitStore, is_plain
 from choros.elastic.preemption import end_job
 from choros.errors import ConfigError
@@ -171,12 +170,12 @@ def _has_state(optimizer: Any) -> bool:
     return reducer is None or reducer.has_state
 
 
-def _values(variables: Sequence[Any]) -> list[NDArray[Any]]:
+def _values(variables: Sequence[Any]) -> list[Array]:
     values = [local_value(variable) for variable in variables]
     return [np.array(adapter_of(value).to_host(value)) for value in values]
 
 
-def _check(model: Any, kind: str, variables: Sequence[Any], values: Sequence[NDArray[Any]]) -> None:
+def _check(model: Any, kind: str, variables: Sequence[Any], values: Sequence[Array]) -> None:
     expected = [(tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)) for variable in variables]
     found = [(value.shape, str(value.dtype)) for value in values]
     if expected != found:

@@ -19,9 +19,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from numpy.typing import NDArray
 
-from choros.comm import Reduction
+from choros.comm import Array, Reduction
 from choros.errors import ConfigError
 from choros.parallel.ops import allreduce
 from choros.training.keras_internals import slice_variables
@@ -162,7 +161,7 @@ def _loaded(optimizer: Any) -> Iterator[None]:
 slice_variables.exchange_averages_in(_loaded)
 
 
-def whole_values(optimizer: Any) -> Iterator[NDArray[Any]]:
+def whole_values(optimizer: Any) -> Iterator[Array]:
     """Yields the state that one process would have, one variable at a time; a call on this rank suffices."""
     if not has_slices(optimizer):
         yield from map(host_value, optimizer.variables)
@@ -181,7 +180,7 @@ def whole_outlines(optimizer: Any) -> list[Outline]:
     return own + [slot.outline for slot in state_of(optimizer).slots.whole]
 
 
-def assign_whole(optimizer: Any, values: Iterable[NDArray[Any]]) -> None:
+def assign_whole(optimizer: Any, values: Iterable[Array]) -> None:
     """Gives this rank its part of a state that one process, or any number of ranks, had."""
     own = _outer_variables(optimizer) if has_slices(optimizer) else list(optimizer.variables)
     for number, value in enumerate(values, -len(own)):
@@ -191,12 +190,12 @@ def assign_whole(optimizer: Any, values: Iterable[NDArray[Any]]) -> None:
             state_of(optimizer).assign(number, value)
 
 
-def undivided_values(optimizer: Any) -> list[NDArray[Any]]:
+def undivided_values(optimizer: Any) -> list[Array]:
     """Returns the state of which all ranks have the same."""
     return [*map(host_value, _outer_variables(optimizer)), *map(state_of(optimizer).whole, _undivided(optimizer))]
 
 
-def assign_undivided(optimizer: Any, values: Sequence[NDArray[Any]]) -> None:
+def assign_undivided(optimizer: Any, values: Sequence[Array]) -> None:
     """Gives this rank the ``undivided_values`` of another one."""
     own = _outer_variables(optimizer)
     for variable, value in zip(own, values, strict=False):

@@ -10,10 +10,9 @@ from typing import Any, TypeAlias, final
 
 import keras
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec
-from choros.comm import ProcessSet, Reduction, global_process_set, on_change
+from choros.comm import Array, ProcessSet, Reduction, global_process_set, on_change
 from choros.comm.membership import Change
 from choros.errors import ConfigError
 from choros.parallel.ops import allreduce
@@ -259,7 +258,7 @@ class Slices:
                 return
         here = [(place, (index, n)) for place, index in enumerate(indices) for n in self.held if (index, n) in self.own]
 
-        def on_host(hosts: Sequence[NDArray[Any]], out: Sequence[NDArray[Any]] | None = None) -> Sequence[NDArray[Any]]:
+        def on_host(hosts: Sequence[Array], out: Sequence[Array] | None = None) -> Sequence[Array]:
             if self.is_replaced:
                 raise ConfigError(
                     "this function was compiled before slices were cut anew for other ranks, and would update those of "
@@ -298,13 +297,13 @@ class Slices:
                 sums[self._pieces[id(own)]] = keras.ops.sum(keras.ops.square(values))
         pieces, communicator = list(self.own), self.process_set.communicator
 
-        def on_host(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
-            def sum_of_all() -> NDArray[Any]:
+        def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
+            def sum_of_all() -> Array:
                 senders, total = self.holders.senders(communicator.launched), np.zeros(len(self.variables), np.float32)
                 for (index, number), value in zip(pieces, hosts[0], strict=False):
                     if number != ALONE and senders[number] == communicator.rank:  # of a slice and its copy, one counts
                         total[index] += value
-                summed: NDArray[Any] = allreduce(total, Reduction.SUM, process_set=self.process_set)
+                summed: Array = allreduce(total, Reduction.SUM, process_set=self.process_set)
                 return summed
 
             return [communicator.atomic(sum_of_all)]

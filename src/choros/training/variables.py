@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
-from choros.comm import ProcessSet, Request, global_process_set
+from choros.comm import Array, ProcessSet, Request, global_process_set
 from choros.comm.request import CollectiveSpec
 from choros.comm.transfers import sum_numbers
 from choros.parallel.ops import broadcast_arrays
@@ -117,7 +117,7 @@ def aggregate(kind: str, value: Any, step: Any = None) -> Any:
     examples, process_set = (1, global_process_set) if step is None else (step.examples, step.process_set)
     known = isinstance(examples, int)
 
-    def on_host(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
+    def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
         host = hosts[0]
         if step is not None and not step.exchanges():
             return [host]

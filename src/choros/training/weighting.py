@@ -34,10 +34,9 @@ from typing import Any, final
 
 import keras
 import numpy as np
-from numpy.typing import NDArray
 
 from choros.arrays import ArraySpec, framework_adapter
-from choros.comm import Communicator, ProcessSet, Reduction, Request
+from choros.comm import Array, Communicator, ProcessSet, Reduction, Request
 from choros.comm.request import CollectiveSpec, caller
 from choros.training.forms import CONSTANT, MEAN, SUM, Dependence, Form
 from choros.training.keras_internals.fit import apply_mask, reductions
@@ -289,7 +288,7 @@ def _exchanged(step: ModelStep, value: Any, exchange: _Exchange, *, of_loss: boo
     ``value`` makes it part of the function that computes it; the factor ``of_loss`` may be computed again.
     """
 
-    def on_host(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
+    def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
         examples, own = int(hosts[0]), float(hosts[1].reshape(-1)[0])
         exchanges = step.exchanges()
         factor = exchange(step.process_set.communicator, examples, own) if exchanges else 1.0

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm import Request
+from choros.comm import Array, Request
 from choros.parallel.reduce.slices import LOADED, check_loaded, gather_parts
 from choros.training.host_gradients import FLAG, keras_arrays
 from choros.training.keras_internals.models import innermost
@@ -110,7 +110,7 @@ class OptimizerSlots:
         piece = None if slot.index is None else (slot.index, number)
         return self._positions.get((piece, slot.ordinal))
 
-    def parts(self, number: int, value: NDArray[Any]) -> dict[int, NDArray[Any]]:
+    def parts(self, number: int, value: Array) -> dict[int, Array]:
         """Returns what this rank has of the ``value`` of a slot of one process, by the positions in ``variables``."""
         slot, slices = self.whole[number], self.slices
         if slot.index is None or slot.index not in slices.ranges:
@@ -138,9 +138,9 @@ class WholeState:
         """``optimizer`` is not built yet. ``synchronize`` gives variables the values that JAX's trainer has."""
         inner = innermost(optimizer)
         self._synchronize = synchronize
-        self._state: Sequence[NDArray[Any]] = ()
+        self._state: Sequence[Array] = ()
         self.loaded = False
-        self.held: Sequence[NDArray[Any]] = ()
+        self.held: Sequence[Array] = ()
         self._started = False
         self.slots = OptimizerSlots(inner, slices)
         self._request = self._served_request(type(inner).__name__)
@@ -164,11 +164,11 @@ class WholeState:
         communicator.serve(self._request, self.exchange)
         communicator.kept.append(self)
 
-    def whole(self, number: int) -> NDArray[Any]:
+    def whole(self, number: int) -> Array:
         """Returns the slot with this number of one process, gathered from the ranks: a call of this one suffices."""
         slot = self.slots.whole[number]
         if slot.index not in self.slices.ranges:
-            return cast(NDArray[Any], self._value(slot))  # all ranks have it
+            return cast(Array, self._value(slot))  # all ranks have it
         communicator = self.slices.process_set.communicator
 
         def collective() -> NDArray[np.uint8]:
@@ -226,7 +226,7 @@ class WholeState:
         own = [known[id(each)] if id(each) in known else value_of(each) for each in self.slots.variables]
         communicator = self.slices.process_set.communicator
 
-        def on_host(hosts: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
+        def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
             self._state = hosts
             try:
                 communicator.agree(MEETING)
@@ -237,7 +237,7 @@ class WholeState:
         if keras_arrays().is_symbolic(own):
             keras_arrays().host_call(on_host, own, [FLAG])
 
-    def _value(self, slot: Slot, number: int = ALONE) -> NDArray[Any] | None:
+    def _value(self, slot: Slot, number: int = ALONE) -> Array | None:
         """This rank's value of a slot, or of its items in the slice with this number."""
         position = self.slots.position(slot, number)
         if position is None:
@@ -249,13 +249,13 @@ class WholeState:
             value = host_value(self.slots.variables[position])
         return np.asarray(value, order="C")
 
-    def assign(self, number: int, value: NDArray[Any]) -> None:
+    def assign(self, number: int, value: Array) -> None:
         """Gives this rank's part of a slot the items of a whole one."""
         self.loaded |= self.slots.whole[number].index is not None
         for position, items in self.slots.parts(number, value).items():
             self.assign_part(position, items)
 
-    def assign_part(self, position: int, items: NDArray[Any]) -> None:
+    def assign_part(self, position: int, items: Array) -> None:
         """Gives the optimizer's variable at a position its items."""
         variable = self.slots.variables[position]
         variable.assign(np.reshape(items, tuple(variable.shape)))
@@ -267,6 +267,6 @@ class WholeState:
         self._serve()
 
 
-def host_value(variable: Any) -> NDArray[Any]:
+def host_value(variable: Any) -> Array:
     """Returns the value of a variable in host memory."""
     return np.asarray(keras.ops.convert_to_numpy(variable.value), order="C")

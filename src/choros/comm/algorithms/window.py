@@ -25,14 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
 from choros.comm.primitives import CHUNK_BYTES
-from choros.comm.reduction import UFUNCS, Reduction, loses_nans
+from choros.comm.reduction import UFUNCS, Array, Reduction, loses_nans
 from choros.comm.waiting import Awaited, wait_until
 from choros.topology import shard_range
 
@@ -90,7 +90,7 @@ _SEGMENTS = re.compile(r"/\S*/choros-job-\w+/sm_segment\.\S+")
 _ZEROS = 1 << 20
 
 
-def flat_allreduce(comm: MPI.Intracomm, buffer: NDArray[Any], op: Reduction) -> None:
+def flat_allreduce(comm: MPI.Intracomm, buffer: Array, op: Reduction) -> None:
     """MPI's allreduce, in place: for small messages, for arrays that are large or not in shared memory, and between
     hosts. In chunks, as Open MPI moves 64 MiB in a third of the time of one call.
     """
@@ -105,12 +105,12 @@ def flat_allreduce(comm: MPI.Intracomm, buffer: NDArray[Any], op: Reduction) -> 
         _reorder(numbers)
 
 
-def _reorder(numbers: NDArray[Any]) -> None:
+def _reorder(numbers: Array) -> None:
     """Makes the bits of floating-point numbers whole numbers in the same order, and back."""
     numbers ^= (numbers >> (8 * numbers.itemsize - 1)) & np.iinfo(numbers.dtype).max
 
 
-def _address(array: NDArray[Any]) -> int:
+def _address(array: Array) -> int:
     try:
         address: int = MPI.Get_address(array)  # takes a tenth of the time
     except (BufferError, TypeError, ValueError):  # its rows are apart, or its dtype is no C type, as bfloat16
@@ -139,7 +139,7 @@ class WindowReduction:
         self.block_bytes = block_bytes
         #: Where this rank's memory in each window begins and ends, and the memory of all ranks.
         self._windows: list[tuple[int, int, list[NDArray[np.uint8]]]] = []
-        self._known: dict[tuple[int, int, np.dtype[np.generic]], list[NDArray[Any]]] = {}
+        self._known: dict[tuple[int, int, np.dtype[np.generic]], list[Array]] = {}
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """Memory of this rank in a new window, of the same size on every rank; an ``OSError`` is raised on all."""
@@ -149,21 +149,19 @@ class WindowReduction:
         self._windows.append((begin, begin + mine.nbytes, parts))
         return mine[:nbytes]
 
-    def holds(self, buffer: NDArray[Any]) -> bool:
+    def holds(self, buffer: Array) -> bool:
         """Whether ``buffer`` is in memory from ``allocate``."""
         address = _address(buffer)
         return any(begin <= address < end for begin, end, _ in self._windows)
 
-    def allreduce(self, buffer: NDArray[Any], op: Reduction) -> None:
+    def allreduce(self, buffer: Array, op: Reduction) -> None:
         """Reduces ``buffer``, at the same offset in all ranks' windows, in place with SUM, MIN, MAX or PRODUCT."""
         start, stop = self._ranks.slice_of(self._rank, buffer.size)
         with self._between_barriers(buffer) as parts:
             if start < stop:
                 self._reduce([part[start:stop] for part in parts], op)
 
-    def reducescatter(
-        self, out: NDArray[Any], own: NDArray[Any], buffer: NDArray[Any], counts: Sequence[int], op: Reduction
-    ) -> None:
+    def reducescatter(self, out: Array, own: Array, buffer: Array, counts: Sequence[int], op: Reduction) -> None:
         """Reduces ``own``, and this rank's part of the others' ``buffer``, into ``out``; all ranks share this host."""
         start = sum(counts[: self._rank])
         with self._between_barriers(buffer) as parts:
@@ -173,7 +171,7 @@ class WindowReduction:
                 _combine(block, UFUNCS[op], result)
 
     @contextmanager
-    def _between_barriers(self, buffer: NDArray[Any]) -> Iterator[list[NDArray[Any]]]:
+    def _between_barriers(self, buffer: Array) -> Iterator[list[Array]]:
         """A context in which all ranks are; gives ``buffer`` in the memory of each."""
         parts = self._parts_of(buffer)
         # All ranks have agreed on this collective: for a small buffer the others are microseconds away.
@@ -190,7 +188,7 @@ class WindowReduction:
         else:
             wait_until(self._host.Ibarrier().Test, describe=self._describe)
 
-    def _parts_of(self, buffer: NDArray[Any]) -> list[NDArray[Any]]:
+    def _parts_of(self, buffer: Array) -> list[Array]:
         """``buffer`` in the memory of each rank; cached, as buffers recur every step."""
         address = _address(buffer)
         key = (address, buffer.size, buffer.dtype)
@@ -202,12 +200,12 @@ class WindowReduction:
             self._known[key] = [memory[part].view(buffer.dtype) for memory in parts]
         return self._known[key]
 
-    def _blocks(self, parts: Sequence[NDArray[Any]]) -> Iterator[list[NDArray[Any]]]:
+    def _blocks(self, parts: Sequence[Array]) -> Iterator[list[Array]]:
         items = max(1, self.block_bytes // parts[0].itemsize)
         for start in range(0, parts[0].size, items):
             yield [part[start : start + items] for part in parts]
 
-    def _reduce(self, parts: Sequence[NDArray[Any]], op: Reduction) -> None:
+    def _reduce(self, parts: Sequence[Array], op: Reduction) -> None:
         """Reduces the slice that this rank owns in its own memory, and copies it to that of the others."""
         for block in self._blocks(parts):
             _combine(block, UFUNCS[op], block[self._rank])
@@ -217,7 +215,7 @@ class WindowReduction:
             flat_allreduce(self._owners, parts[self._rank], op)
             self._copy_to_others(parts)
 
-    def _copy_to_others(self, parts: Sequence[NDArray[Any]]) -> None:
+    def _copy_to_others(self, parts: Sequence[Array]) -> None:
         for rank, part in enumerate(parts):
             if rank != self._rank:
                 part[...] = parts[self._rank]
@@ -228,7 +226,7 @@ class WindowReduction:
         self._known.clear()
 
 
-def _combine(parts: Sequence[NDArray[Any]], ufunc: np.ufunc, out: NDArray[Any]) -> None:
+def _combine(parts: Sequence[Array], ufunc: np.ufunc, out: Array) -> None:
     """Combines the ranks' ``parts`` as Open MPI's algorithms do, which combine pairs of neighbours::
 
         0 1 2 3 4    those beyond a power of two first    (0 1) 2 3 4

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.communicator import Communicator
-from choros.comm.primitives import Array
-from choros.comm.reduction import Reduction
+from choros.comm.reduction import Array, Reduction
 from choros.topology import Topology
 
 

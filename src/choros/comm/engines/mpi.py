@@ -23,8 +23,7 @@ from choros.comm.engines.local import LocalCommunicator
 from choros.comm.facts import facts
 from choros.comm.fusion import aligned_empty, chunk_bytes
 from choros.comm.members import LEAVES, NEWCOMER, MemberLost
-from choros.comm.primitives import Array
-from choros.comm.reduction import Reduction
+from choros.comm.reduction import Array, Reduction
 from choros.comm.waiting import Awaited, idle_yield, wait_until
 from choros.errors import ConfigError, EngineError, EngineUnavailable, PeerLostError
 from choros.observe.events import INIT, LEAVING

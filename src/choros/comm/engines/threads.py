@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm.communicator import Communicator
-from choros.comm.primitives import Array
-from choros.comm.reduction import UFUNCS, Reduction
+from choros.comm.reduction import UFUNCS, Array, Reduction
 from choros.errors import EngineError
 
 T = TypeVar("T")

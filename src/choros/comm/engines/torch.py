@@ -26,8 +26,7 @@ from choros import durations
 from choros.comm.communicator import Communicator
 from choros.comm.fusion import chunk_bytes
 from choros.comm.peers import PeerWatch
-from choros.comm.primitives import Array
-from choros.comm.reduction import UFUNCS, Reduction, loses_nans
+from choros.comm.reduction import UFUNCS, Array, Reduction, loses_nans
 from choros.comm.request import caller
 from choros.errors import EngineUnavailable
 from choros.settings import VARIABLES, current

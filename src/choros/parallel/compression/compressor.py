@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
-from choros.comm import BFLOAT16, Communicator
+from choros.comm import BFLOAT16, Array, Communicator
 from choros.comm.fusion import FusedExchange, Layout
 from choros.errors import ConfigError
-from choros.parallel.reduce.exchange import Array, Exchange, SplitExchange, only
+from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
 
 DType = np.dtype[np.generic]
 Vector = NDArray[np.float32]
@@ -213,7 +213,7 @@ class ErrorFeedback:
         self.residual: Vector = np.zeros(shape, np.float32)
         self.next_residual: Vector = np.zeros(shape, np.float32)
 
-    def end_step(self, total: NDArray[Any]) -> bool:
+    def end_step(self, total: Array) -> bool:
         """Ends a step with the sum ``total`` of all ranks; returns whether it is finite, so that the step counts."""
         finite = bool(np.isfinite(total).all())
         if finite:

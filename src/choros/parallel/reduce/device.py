@@ -7,13 +7,13 @@ from typing import Any, final
 import numpy as np
 
 from choros.arrays import device_adapter
-from choros.comm import Communicator, Reduction
+from choros.comm import Array, Communicator, Reduction
 from choros.comm.devices import Device
 from choros.comm.fusion import Layout, WireDtype
 from choros.errors import EngineError
 from choros.parallel.compression import Compressor
 from choros.parallel.compression.compressor import Float16, NoCompression
-from choros.parallel.reduce.exchange import Array, Exchange
+from choros.parallel.reduce.exchange import Exchange
 
 
 def device_to_reduce_on(

@@ -4,11 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol, final
 
-from numpy.typing import NDArray
-
 from choros.comm.fusion import Layout
-
-Array = NDArray[Any]
 
 
 class Exchange(Protocol):

@@ -14,11 +14,10 @@ from typing import Any, final
 
 import numpy as np
 
-from choros.comm import ProcessSet, global_process_set
+from choros.comm import Array, ProcessSet, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.ops import broadcast_arrays
-from choros.parallel.reduce.exchange import Array
 from choros.parallel.reduce.gradients import layout_of
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.parallel.reduce.reducer import GradientReducer

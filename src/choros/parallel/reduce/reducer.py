@@ -34,7 +34,7 @@ from typing import Any, final
 import cloudpickle
 import numpy as np
 
-from choros.comm import Communicator, ProcessSet, Reduction, Request, has_others
+from choros.comm import Array, Communicator, ProcessSet, Reduction, Request, has_others
 from choros.comm.joining import Participation, join
 from choros.comm.membership import Membership
 from choros.errors import EngineError
@@ -42,7 +42,6 @@ from choros.observe import events
 from choros.observe.events import Kind
 from choros.observe.progress import page
 from choros.parallel.identical import Comparison
-from choros.parallel.reduce.exchange import Array
 from choros.parallel.reduce.gradients import Gradient, GradientLayout, layout_of, squared_norm, zeros_like, zeros_of
 from choros.parallel.reduce.noise import Contribution, Estimate, NoiseProgress, publish, updated
 from choros.parallel.reduce.plan import Plan, ReduceConfig, plan_for

@@ -29,11 +29,11 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm import Communicator, ProcessSet, Reduction, Request, global_process_set, has_others
+from choros.comm import Array, Communicator, ProcessSet, Reduction, Request, global_process_set, has_others
 from choros.comm.fusion import WireDtype, aligned_empty, concatenate_scaled, scale_into
 from choros.comm.transfers import gather_shares, scatter_shares
 from choros.errors import ConfigError, PeerLostError
-from choros.parallel.reduce.exchange import Array, Exchange
+from choros.parallel.reduce.exchange import Exchange
 from choros.parallel.reduce.gradients import Ranges, RowsLayout, SliceLayout, SparseRows
 
 #: Arrays are cut at multiples of this number of items, so that loops of vector instructions, and what they leave over,

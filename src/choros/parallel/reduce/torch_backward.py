@@ -30,10 +30,9 @@ from typing import Any, final
 import numpy as np
 
 from choros.arrays import framework_adapter
-from choros.comm import ProcessSet, Reduction, Request, Work, global_process_set
+from choros.comm import Array, ProcessSet, Reduction, Request, Work, global_process_set
 from choros.errors import ConfigError, EngineError
 from choros.parallel.identical import Comparison, check_identical
-from choros.parallel.reduce.exchange import Array
 from choros.parallel.reduce.gradients import (
     Gradient,
     GradientLayout,
