@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from choros.arrays import ArrayAdapter, adapter_of
+from choros.comm import DType
 from choros.distribute.strategies import get_replica_context
 from choros.errors import ConfigError, StrategyError
 
@@ -112,7 +113,7 @@ def _batch_size(given: Any) -> Any:
     return given
 
 
-def _converted(adapter: ArrayAdapter, value: Any, like: Any, dtype: np.dtype[np.generic]) -> Any:
+def _converted(adapter: ArrayAdapter, value: Any, like: Any, dtype: DType) -> Any:
     """Returns ``value`` as an array of ``like``'s framework."""
     own = value if adapter_of(value) is adapter else adapter.from_host(np.asarray(value), like)
     return adapter.cast(own, dtype)

@@ -18,6 +18,6 @@ from choros.comm.context import (
 )
 from choros.comm.members import END, LEAVES, NEWCOMER
 from choros.comm.process_set import ProcessSet, global_process_set, has_others
-from choros.comm.reduction import BFLOAT16, Array, Reduction
+from choros.comm.reduction import BFLOAT16, Array, DType, Reduction
 from choros.comm.request import Request
 from choros.comm.work import Work

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from choros.comm.devices import Device, DeviceCollectives, DeviceLink
 from choros.comm.fusion import Layout
 from choros.comm.members import Members
-from choros.comm.reduction import Array, Reduction, dtype_problem, working_dtype, working_op, writer
+from choros.comm.reduction import Array, DType, Reduction, dtype_problem, working_dtype, working_op, writer
 from choros.comm.request import CollectiveSpec, Request, digest_of
 from choros.comm.selection import select_devices
 from choros.comm.transfers import (
@@ -347,9 +347,7 @@ def _request(
 
 
 @functools.lru_cache(maxsize=256)
-def _in_place(
-    dtype: np.dtype[np.generic], shape: tuple[int, ...], op: Reduction, name: str
-) -> tuple[Request | None, Reduction]:
+def _in_place(dtype: DType, shape: tuple[int, ...], op: Reduction, name: str) -> tuple[Request | None, Reduction]:
     """The request of an allreduce in place, and the engine's operation; ``None`` if engines do not reduce it so."""
     direct = op is not Reduction.ADASUM and dtype_problem(dtype, op) is None and working_dtype(dtype) == dtype
     return (

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from choros.comm.members import Members
 from choros.comm.primitives import CHUNK_BYTES
-from choros.comm.reduction import Array, Reduction, wide_dtype, working_op
+from choros.comm.reduction import Array, DType, Reduction, wide_dtype, working_op
 
 #: The shape and dtype of each array.
-Layout = tuple[tuple[tuple[int, ...], np.dtype[np.generic]], ...]
+Layout = tuple[tuple[tuple[int, ...], DType], ...]
 #: Maps the dtype of an array to the dtype in which it is sent.
-WireDtype = Callable[[np.dtype[np.generic]], np.dtype[np.generic]]
+WireDtype = Callable[[DType], DType]
 
 #: A smaller chunk is as slow, and may not hold an item.
 _LEAST_BYTES = 4 << 10
@@ -73,8 +73,8 @@ class Chunk:
 class FusionBuffer:
     """Arrays of one ``dtype`` that are sent together as ``wire``, with ``size`` items in total."""
 
-    dtype: np.dtype[np.generic]
-    wire: np.dtype[np.generic]
+    dtype: DType
+    wire: DType
     size: int
     slots: tuple[Span, ...]
     chunks: tuple[Chunk, ...]
@@ -284,7 +284,7 @@ def regrouped(received: NDArray[np.uint8], counts: NDArray[np.int64]) -> list[ND
 ALIGNMENT = 64
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+def aligned_empty(shape: tuple[int, ...], dtype: DType) -> Array:
     """An uninitialised array whose memory begins at a multiple of ``ALIGNMENT`` bytes.
 
     >>> array = aligned_empty((3, 5), np.dtype("float32"))

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from choros.errors import ConfigError, UnsupportedError
 
-#: An array on the host, NumPy's.
+#: NumPy's: an array on the host, and its dtype.
 Array = NDArray[Any]
+DType = np.dtype[Any]
 
-BFLOAT16: np.dtype[np.generic] = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16: DType = np.dtype(ml_dtypes.bfloat16)
 
 #: Every dtype the collectives take.
-DTYPES: tuple[np.dtype[np.generic], ...] = (
+DTYPES: tuple[DType, ...] = (
     *(np.dtype(name) for name in ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")),
     *(np.dtype(name) for name in ("float16", "float32", "float64")),
     BFLOAT16,
@@ -62,9 +63,7 @@ UFUNCS: dict[Reduction, np.ufunc] = {
 }
 
 
-def dtype_problem(
-    dtype: np.dtype[np.generic], op: Reduction | None = None, *, whole: bool = False
-) -> ConfigError | None:
+def dtype_problem(dtype: DType, op: Reduction | None = None, *, whole: bool = False) -> ConfigError | None:
     """Why ``dtype`` cannot be moved, or reduced, if it cannot; Adasum needs ``whole`` arrays on all ranks."""
     if dtype not in _KNOWN:
         names = ", ".join(str(known) for known in DTYPES)
@@ -86,14 +85,14 @@ def dtype_problem(
     return None
 
 
-def working_op(dtype: np.dtype[np.generic], op: Reduction) -> Reduction:
+def working_op(dtype: DType, op: Reduction) -> Reduction:
     """The operation an engine carries out: averages are sums, booleans are bytes of 0 and 1."""
     if dtype == np.bool_:
         return {Reduction.SUM: Reduction.MAX, Reduction.PRODUCT: Reduction.MIN}.get(op, op)
     return Reduction.SUM if op is Reduction.AVERAGE else op
 
 
-def working_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
+def working_dtype(dtype: DType) -> DType:
     """The dtype an engine reduces for arrays of ``dtype``."""
     if dtype == BFLOAT16:
         return np.dtype(np.float32)
@@ -101,12 +100,12 @@ def working_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
 
 
 @functools.cache
-def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def wide_dtype(dtype: DType) -> DType:
     """The dtype in which floating-point numbers of ``dtype`` are added and scaled here, to be rounded once."""
     return np.result_type(dtype, np.float32)
 
 
-def loses_nans(op: Reduction, dtype: np.dtype[Any]) -> bool:
+def loses_nans(op: Reduction, dtype: DType) -> bool:
     """Whether the own reductions of MPI and Gloo may lose a NaN, or not, as ranks have it; NumPy's keep each."""
     return op in (Reduction.MIN, Reduction.MAX) and dtype.kind == "f"
 

@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,7 +21,7 @@ from choros.comm.fusion import (
     slots_of,
 )
 from choros.comm.members import Members
-from choros.comm.reduction import Array, Reduction, working_dtype, working_op, writer
+from choros.comm.reduction import Array, DType, Reduction, working_dtype, working_op, writer
 from choros.errors import ConfigError, MismatchError
 from choros.topology import shard_range
 
@@ -116,7 +115,7 @@ def _scatter_together(members: Members, arrays: list[Array], op: Reduction) -> l
 def scatter_shares(
     members: Members,
     shares: Sequence[Sequence[Array]],
-    wire: np.dtype[Any],
+    wire: DType,
     op: Reduction,
     targets: Sequence[Array],
     write: Callable[[Array, Array], None],
@@ -146,7 +145,7 @@ def _messages(members: Members, shares: Sequence[Sequence[Array]], itemsize: int
 def _scatter_message(
     members: Members,
     parts: Sequence[list[Array]],
-    wire: np.dtype[Any],
+    wire: DType,
     op: Reduction,
     targets: list[Array],
     write: Callable[[Array, Array], None],

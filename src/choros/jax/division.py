@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from choros.comm import DType
 from choros.errors import ConfigError
 from choros.parallel.reduce.gradients import Ranges, SliceLayout
 from choros.parallel.reduce.slices import even_slices, whole_slices
@@ -33,7 +34,7 @@ class Division:
     by_item: bool
     rank: int
     ranks: int
-    params: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    params: tuple[tuple[tuple[int, ...], DType], ...]
 
     @cached_property
     def ranges(self) -> tuple[Ranges, ...]:
@@ -52,7 +53,7 @@ class Division:
             return None
         return (*(1 for _ in shape[1:]), stop - start) if self.by_item and shape else shape
 
-    def layout(self, dtypes: Sequence[np.dtype[Any]]) -> tuple[SliceLayout, ...]:
+    def layout(self, dtypes: Sequence[DType]) -> tuple[SliceLayout, ...]:
         """The layout of arrays of the parameters' shapes and these dtypes."""
         triples = zip(self.params, dtypes, self.ranges, strict=True)
         return tuple(SliceLayout(shape, np.dtype(dtype), ranges) for (shape, _), dtype, ranges in triples)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from choros.arrays import ArraySpec
-from choros.comm import Array, ProcessSet, Reduction
+from choros.comm import Array, DType, ProcessSet, Reduction
 from choros.errors import ConfigError, NotInitializedError
 from choros.jax.collectives import paths_of
 from choros.jax.dependence import works_by_item
@@ -44,7 +44,7 @@ class SlicedUpdate:
     def __init__(self, tx: Any, reduction: GradientReduction) -> None:
         self._tx = tx
         self._reduction = reduction
-        self._dtypes: dict[Any, tuple[np.dtype[Any], ...]] = {}
+        self._dtypes: dict[Any, tuple[DType, ...]] = {}
 
     def init(self, params: Any) -> Any:
         """Returns the state for this rank's slices of ``params``."""
@@ -153,7 +153,7 @@ class SlicedUpdate:
         whole = dict(zip(indices, ADAPTER.host_call(on_host, [*given, number], outputs), strict=True))
         return structure.unflatten([whole[index] if index in whole else own[index] for index in range(len(leaves))])
 
-    def _dtypes_of_updates(self, updates: Any, division: Division, has_params: bool) -> tuple[np.dtype[Any], ...]:
+    def _dtypes_of_updates(self, updates: Any, division: Division, has_params: bool) -> tuple[DType, ...]:
         """The dtypes of all updates, of which this rank makes some; ``tx`` is traced once for them."""
         given = trained_of(updates)
         structure = jax.tree.structure(updates)

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, final
 import numpy as np
 
 from choros.arrays import ArrayAdapter, ArrayFunction, ArraySpec, HostFunction, adapter_of
-from choros.comm import BFLOAT16, Array, Communicator, ProcessSet, Reduction, global_process_set
+from choros.comm import BFLOAT16, Array, Communicator, DType, ProcessSet, Reduction, global_process_set
 from choros.comm.reduction import wide_dtype
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor, check_compressor
@@ -138,7 +138,7 @@ class CollectiveCall:
                 results[index] = _scaled(received, plans[index][0].postscale_factor)
         return results
 
-    def _plan(self, dtype: np.dtype[Any]) -> tuple[CollectiveCall, np.dtype[Any]]:
+    def _plan(self, dtype: DType) -> tuple[CollectiveCall, DType]:
         """What to do with arrays of ``dtype``, and the dtype to send."""
         wire = dtype if dtype == BFLOAT16 else self.compression.wire_dtype(dtype)
         if self.op is Reduction.AVERAGE and (wire != dtype or wire == np.float16):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from choros.arrays import adapter_of
-from choros.comm import Array, ProcessSet, Request, global_process_set
+from choros.comm import Array, DType, ProcessSet, Request, global_process_set
 from choros.errors import DriftError
 
 #: Differences up to so many units in the last place of an array's largest value are rounding: of other processors.
@@ -164,7 +164,7 @@ def _distance(array: Array, other: Array) -> float:
     return float(np.max(np.nan_to_num(differences, nan=np.inf, posinf=np.inf), initial=0.0))
 
 
-def _epsilon(dtype: np.dtype[np.generic]) -> float:
+def _epsilon(dtype: DType) -> float:
     """What ``finfo`` has; some releases of NumPy warn there if a framework has turned subnormal numbers off."""
     if dtype.kind in "biu":
         return 0.0

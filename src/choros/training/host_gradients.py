@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from choros.arrays import ArrayAdapter, ArraySpec, device_adapter, framework_adapter
-from choros.comm import Array
+from choros.comm import Array, DType
 from choros.parallel.reduce.gradients import Gradient, GradientLayout, RowsLayout, SparseRows
 
 #: A number that the host returns to the training step.
@@ -117,7 +117,7 @@ def keras_arrays() -> ArrayAdapter:
     return framework_adapter(keras.backend.backend())
 
 
-def dtype_of(tensor: Any) -> np.dtype[np.generic]:
+def dtype_of(tensor: Any) -> DType:
     """The dtype of a tensor or variable."""
-    dtype: np.dtype[np.generic] = np.dtype(keras.backend.standardize_dtype(tensor.dtype))
+    dtype: DType = np.dtype(keras.backend.standardize_dtype(tensor.dtype))
     return dtype

@@ -32,7 +32,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from choros.comm.primitives import CHUNK_BYTES
-from choros.comm.reduction import UFUNCS, Array, Reduction, loses_nans
+from choros.comm.reduction import UFUNCS, Array, DType, Reduction, loses_nans
 from choros.comm.waiting import Awaited, wait_until
 from choros.topology import shard_range
 
@@ -139,7 +139,7 @@ class WindowReduction:
         self.block_bytes = block_bytes
         #: Where this rank's memory in each window begins and ends, and the memory of all ranks.
         self._windows: list[tuple[int, int, list[NDArray[np.uint8]]]] = []
-        self._known: dict[tuple[int, int, np.dtype[np.generic]], list[Array]] = {}
+        self._known: dict[tuple[int, int, DType], list[Array]] = {}
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """Memory of this rank in a new window, of the same size on every rank; an ``OSError`` is raised on all."""

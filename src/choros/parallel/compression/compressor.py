@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
-from choros.comm import BFLOAT16, Array, Communicator
+from choros.comm import BFLOAT16, Array, Communicator, DType
 from choros.comm.fusion import FusedExchange, Layout
 from choros.errors import ConfigError
 from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
 
-DType = np.dtype[np.generic]
 Vector = NDArray[np.float32]
 
 

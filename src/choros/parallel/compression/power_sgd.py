@@ -16,10 +16,10 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm import Array, Communicator
+from choros.comm import Array, Communicator, DType
 from choros.comm.fusion import FusedExchange, Layout
 from choros.errors import ConfigError
-from choros.parallel.compression.compressor import DType, ErrorFeedback, SelectiveCompressor, is_floating, plain_dtype
+from choros.parallel.compression.compressor import ErrorFeedback, SelectiveCompressor, is_floating, plain_dtype
 from choros.parallel.reduce.exchange import Exchange
 
 Matrix = NDArray[np.float32]

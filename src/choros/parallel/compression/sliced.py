@@ -16,8 +16,8 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm import BFLOAT16, Communicator
-from choros.parallel.compression.compressor import DType, Vector, VectorCompressor, is_floating
+from choros.comm import BFLOAT16, Communicator, DType
+from choros.parallel.compression.compressor import Vector, VectorCompressor, is_floating
 from choros.topology import shard_range
 
 Bytes = NDArray[np.uint8]

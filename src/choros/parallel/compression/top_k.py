@@ -5,9 +5,9 @@ from typing import final
 
 import numpy as np
 
-from choros.comm import Communicator
+from choros.comm import Communicator, DType
 from choros.errors import ConfigError
-from choros.parallel.compression.compressor import DType, Vector, VectorCompressor, is_floating
+from choros.parallel.compression.compressor import Vector, VectorCompressor, is_floating
 
 #: Arrays of fewer elements, above all biases, are sent uncompressed: they are few bytes and matter much.
 SMALL = 1024

@@ -4,10 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
-import numpy as np
-
 from choros.arrays import device_adapter
-from choros.comm import Array, Communicator, Reduction
+from choros.comm import Array, Communicator, DType, Reduction
 from choros.comm.devices import Device
 from choros.comm.fusion import Layout, WireDtype
 from choros.errors import EngineError
@@ -48,7 +46,7 @@ class DeviceExchange(Exchange):
         self._arrays = device_adapter(device.framework)
         self._layout = layout
         self._sizes = [math.prod(shape) for shape, _ in layout]
-        self._messages: list[tuple[np.dtype[np.generic], list[int]]] = [
+        self._messages: list[tuple[DType, list[int]]] = [
             (wire, [index for index in group if wire_dtype(layout[index][1]) == wire])
             for group in groups
             for wire in dict.fromkeys(wire_dtype(layout[index][1]) for index in group)

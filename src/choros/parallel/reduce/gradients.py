@@ -26,12 +26,11 @@ from typing import Any, NamedTuple, TypeAlias, final
 import numpy as np
 
 from choros.arrays import adapter_of
-from choros.comm import Array, Communicator
+from choros.comm import Array, Communicator, DType
 from choros.comm.fusion import WireDtype, aligned_empty, regrouped, scale_into
 from choros.comm.reduction import wide_dtype
 from choros.parallel.reduce.exchange import Exchange
 
-DType = np.dtype[np.generic]
 #: A host array, a tensor on a device or ``SparseRows``.
 Gradient: TypeAlias = Any
 #: The items of a flat array that each rank owns: the first one, and the one after the last.
