@@ -85,6 +85,9 @@ class Ranks:
         self.queue = queue
         self.plans = plans
         self.turns: list[str] = []
+        self.asked: list[str] = []
+        #: A plan is made when so many threads have asked.
+        self.planned_from = 0
 
     def exchange(self, request: Request, header: NDArray[np.int64]) -> tuple[list[int], list[int]]:
         del header
@@ -93,12 +96,15 @@ class Ranks:
 
     def make_plan(self, request: Request) -> None:
         del request
+        while len(self.asked) < self.planned_from:
+            self.queue.section.give_up(self.queue.section.version, 0.01)
         self.queue.plan.extend(self.plans.pop(0))
 
-    def collective(self, name: str) -> None:
+    def collective(self, name: str, turn: str = "") -> None:
         with self.queue.exclusive():
+            self.asked.append(name)
             self.queue.take_turn(name, Request(name), np.zeros(2, np.int64), self.exchange, self.make_plan)
-            self.turns.append(name)
+            self.turns.append(turn or name)
 
 
 def test_works_run_in_the_order_of_the_plan_and_later_in_the_same_order_without_one(queue: WorkQueue) -> None:
@@ -109,6 +115,17 @@ def test_works_run_in_the_order_of_the_plan_and_later_in_the_same_order_without_
         for work in works:
             work.wait()
     assert ranks.turns == ["c", "b", "a", "c", "b", "a"]
+
+
+def test_of_those_without_a_name_the_first_that_was_called_is_next_also_if_it_asks_last(queue: WorkQueue) -> None:
+    ranks = Ranks(queue, plans=[["", "", "a"]])
+    ranks.planned_from = 2
+    with queue.exclusive():
+        works = [queue.submit("a", ranks.collective, "a"), queue.submit("", ranks.collective, "", "first")]
+    ranks.collective("", "second")
+    for work in works:
+        work.wait()
+    assert ranks.turns == ["first", "second", "a"]
 
 
 def test_a_section_that_is_given_up_is_left_with_the_same_depth(queue: WorkQueue) -> None:

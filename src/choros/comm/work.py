@@ -306,7 +306,7 @@ class WorkQueue:
                         break
                     if not self.in_background or not self._run_planned():
                         section.give_up(version)
-                elif self._planning:
+                elif self._planning or self._is_behind_queue(name):
                     section.give_up(version)
                 elif differ:
                     differ = False
@@ -359,10 +359,21 @@ class WorkQueue:
     def _is_next(self, asker: _Asker) -> bool:
         """Whether the plan continues with the collective of ``asker``: of those without a name, the first asked for."""
         name = self.plan[0]
-        first = next((each for each in self._askers if each.name == name), None)
-        if first is None:
-            return asker.name is None and self._find(name) is None
-        return asker is first and (asker.thread.ident == self._worker or self._find(name) is None)
+        if self._is_behind_queue(name):
+            return False
+        asking = [each for each in self._askers if each.name == name]
+        if self.in_background:  # the others come after it, also if they have asked before
+            asking = [each for each in asking if each.thread is asker.thread]
+        return asker is asking[0] if asking else asker.name is None
+
+    def _is_behind_queue(self, name: str | None) -> bool:
+        """Whether a collective of this name was submitted that has not had its turn, and the calling thread's is later:
+        it may have entered the section while a plan was made, and asked before the queue's thread could.
+        """
+        if not self._unfinished or self.in_background:
+            return False
+        own = any(asker.name == name and asker.thread.ident == self._worker for asker in self._askers)
+        return own or self._find(name) is not None
 
     def _is_complete(self) -> bool:
         """Whether every thread that calls collectives waits for one. One that Python has not started, such as
