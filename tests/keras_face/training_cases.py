@@ -151,6 +151,22 @@ def case_broadcast_variables_and_all_variables():
         assert_same_on_all_ranks(model)
 
 
+def case_a_normalization_that_one_rank_has_adapted():
+    rows = np.random.default_rng(0).normal(3, 2, size=(8, 3)).astype("float32")
+    layer = keras.layers.Normalization()
+    model = keras.Sequential([keras.Input((3,)), layer])
+    if hvd.rank() == 0:
+        layer.adapt(rows)
+    hvd.broadcast_variables(model.weights, root_rank=0)
+    state = hvd.elastic.KerasState(model)
+    for _ in range(2):
+        outputs = keras.ops.convert_to_numpy(model(rows))
+        np.testing.assert_allclose(outputs.mean(0), 0, atol=1e-5)
+        np.testing.assert_allclose(outputs.std(0), 1, atol=1e-5)
+        layer.adapt(2 * rows)
+        state.restore()
+
+
 def case_a_model_that_is_frozen_when_it_is_broadcast_is_trained_later():
     """As the critic of a GAN, in a loop that calls a callback itself."""
     model = build(same_start=False)

@@ -277,6 +277,20 @@ def test_joined_rank_follows_several_reducers_in_the_order_of_the_others() -> No
     assert on_threads(2, rank_main) == [[[2.0, 2.0], [2.0, 2.0]], [[], []]]
 
 
+def test_joined_rank_has_the_gradients_of_buckets_in_their_order() -> None:
+    given = [np.full((), 2.0), np.full(3, 4.0)]
+
+    def rank_main(process_set: ProcessSet) -> list[list[Any]]:
+        reducer, updates = GradientReducer(ReduceConfig(process_set=process_set, bucket_bytes=8)), []
+        if process_set.rank() == 0:
+            for bucket, indices in enumerate(reducer.plan(layout_of(given))):
+                reducer.send(bucket, [given[index] for index in indices], examples=1)
+        reducer.join(layout_of(given), lambda _, sums: updates.append([each.tolist() for each in sums]))
+        return updates
+
+    assert on_threads(2, rank_main) == [[], [[2.0, [4.0, 4.0, 4.0]]]]
+
+
 def test_joined_rank_that_does_not_know_the_others_call_mismatches_on_all() -> None:
     def rank_main(process_set: ProcessSet) -> float:
         reducer = GradientReducer(ReduceConfig(process_set=process_set))

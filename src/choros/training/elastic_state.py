@@ -15,7 +15,7 @@ from choros.training.keras_internals.fit import drop_jax_state
 from choros.training.keras_internals.models import is_built, optimizers_of
 from choros.training.sliced_optimizer import assign_whole, has_slices, whole_values
 from choros.training.trainer import model_variables
-from choros.training.variables import broadcast_variables, value_of
+from choros.training.variables import broadcast_variables, derive_again, value_of
 from choros.training.whole_state import host_value
 
 
@@ -41,6 +41,7 @@ class VariablesState(ObjectState):
         """Sets the values and the objects to those of the last ``save``."""
         for variable, value in zip(self.tracked(), self._values, strict=True):
             variable.assign(value)
+        derive_again(self.tracked())
         super().restore()
 
     def sync(self) -> None:

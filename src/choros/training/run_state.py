@@ -64,6 +64,7 @@ from choros.training.metrics import merged_metrics
 from choros.training.random_numbers import random_streams, set_random_streams
 from choros.training.sliced_optimizer import assign_whole, has_slices, whole_outlines, whole_values
 from choros.training.trainer import steps_of
+from choros.training.variables import derive_again
 
 _log = logging.getLogger("choros")
 _calls = itertools.count(1)
@@ -151,6 +152,7 @@ class RunState:
             for variable, value in zip(variables, values, strict=True):
                 current = local_value(variable)
                 variable.assign(adapter_of(current).from_host(np.array(value), current))
+            derive_again(variables)
         for optimizer, values in own:
             assign_whole(optimizer, values)
         model.stop_training = state["stop_training"]

@@ -93,8 +93,8 @@ def end_in_background() -> None:
         while True:
             ended.get()  # and forget it
 
-    def ends(iterator: Any) -> None:
-        if not sys.is_finalizing():
+    def ends(iterator: Any, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
             held = vars(iterator)
             ended.put([held.pop(name, None) for name in ("_iterator_resource", "_components")])
 

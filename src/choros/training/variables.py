@@ -1,5 +1,7 @@
 """What ranks do with variables: broadcast them from one to the others, and aggregate what replicas assign to them."""
 
+import gc
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -67,7 +69,28 @@ def broadcast_updates(
     received = adapter.host_call(on_host, values, [adapter.spec(value) for value in values])
     if is_root:
         return received
-    return [_assign(variable, value) for variable, value in zip(variables, received, strict=True)]
+    statistics = [] if adapter.is_symbolic(values) else list(map(_is_statistic, variables))
+    changed = [
+        variable
+        for variable, value, new in itertools.compress(zip(variables, values, received, strict=True), statistics)
+        if not np.array_equal(adapter.to_host(value), adapter.to_host(new))
+    ]
+    updates = [_assign(variable, value) for variable, value in zip(variables, received, strict=True)]
+    derive_again(changed)
+    return updates
+
+
+def derive_again(assigned: Sequence[Any]) -> None:
+    """Has Keras' ``Normalization`` compute anew what it keeps besides the mean and variance that were assigned."""
+    statistics = {id(variable) for variable in assigned if _is_statistic(variable)}
+    for layer in gc.get_objects() if statistics else ():  # variables do not know their layers
+        is_normalization = issubclass(type(layer), sys.modules["keras"].layers.Normalization)
+        if is_normalization and not statistics.isdisjoint(map(id, layer.weights)):
+            layer.finalize_state()
+
+
+def _is_statistic(variable: Any) -> bool:
+    return getattr(variable, "name", "") in ("mean", "variance") and value_of(variable) is not variable
 
 
 def _assign(variable: Any, value: Any) -> Any:
