@@ -96,6 +96,25 @@ def case_calls_without_a_name_keep_their_order_among_themselves(communicator: Co
     assert works[0].wait() == communicator.size
 
 
+def case_programs_with_calls_with_and_without_names(communicator: Communicator) -> None:
+    """The order of those without a name is that of the program, whether a rank waits for them at once or later."""
+    for program in range(40):
+        own = random.Random(100 * program + communicator.rank)
+        calls = [("", 10.0 * number) for number in range(1, 5)]
+        for name in "abc":
+            calls.insert(own.randint(0, len(calls)), (name, 1.0))
+        works: list[tuple[float, Work[np.ndarray]]] = []
+        for name, value in calls:
+            if name:
+                works.append((value, start(communicator, name, value)))
+            elif own.random() < 0.5:
+                works.append((value, communicator.start("", communicator.allreduce, value, Reduction.SUM)))
+            else:
+                assert communicator.allreduce(value, Reduction.SUM) == value * communicator.size
+        for value, work in works:
+            assert work.wait() == value * communicator.size
+
+
 def case_a_name_that_is_under_way_is_refused(communicator: Communicator) -> None:
     works = []
     if is_last(communicator):

@@ -1,12 +1,13 @@
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from choros.comm.request import Request
-from choros.comm.work import WorkQueue
+from choros.comm.work import WorkQueue, page
 
 
 @pytest.fixture
@@ -126,6 +127,22 @@ def test_of_those_without_a_name_the_first_that_was_called_is_next_also_if_it_as
     for work in works:
         work.wait()
     assert ranks.turns == ["first", "second", "a"]
+
+
+def test_a_thread_whose_collective_is_done_may_ask_for_another(
+    queue: WorkQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, complete = threading.Event(), []
+
+    @contextmanager
+    def exchange() -> Iterator[None]:
+        waits.set()
+        yield
+        complete.append(queue.asked_for()[1])
+
+    monkeypatch.setattr(page, "exchange", exchange)
+    assert queue.submit("", waits.wait).wait()
+    assert complete == [False]
 
 
 def test_a_section_that_is_given_up_is_left_with_the_same_depth(queue: WorkQueue) -> None:

@@ -46,7 +46,7 @@ class Work(Generic[T]):
     >>> queue.close()
     """
 
-    def __init__(self, future: Future[T], blocking: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, future: Future[T], blocking: Callable[[Future[T]], AbstractContextManager[None]]) -> None:
         self._future = future
         self._blocking = blocking
 
@@ -54,7 +54,7 @@ class Work(Generic[T]):
         """Returns the collective's result or raises its error; after a ``TimeoutError`` the collective continues."""
         if self._future.done():
             return self._future.result()
-        with self._blocking(), page.exchange():
+        with self._blocking(self._future), page.exchange():
             return self._future.result(timeout)
 
     def done(self) -> bool:
@@ -219,7 +219,8 @@ class WorkQueue:
         #: Threads that have called; a number may be that of another thread, once its own has ended.
         self._callers = weakref.WeakSet[threading.Thread]()
         self._noted = threading.local()
-        self._blocked: set[int] = set()
+        #: Threads that wait for a collective, which may be done before they know it.
+        self._blocked: dict[int, Future[Any]] = {}
         self._kept_waiting = 0
         self._last_news = 0.0
         self._order: _StepOrder | None = None
@@ -381,7 +382,8 @@ class WorkQueue:
         asks by name, as in a session of TensorFlow 1, whose graph has no order: they get some seconds.
         """
         quiet = time.monotonic() - self._last_news > durations.NEWCOMER
-        waiting = {asker.thread.ident for asker in self._askers} | self._blocked | {self._worker}
+        waiting = {asker.thread.ident for asker in self._askers} | {self._worker}
+        waiting |= {ident for ident, future in self._blocked.items() if not future.done()}
         free = [thread for thread in threading.enumerate() if thread.ident not in waiting and not _is_foreign(thread)]
         callers = [thread for thread in free if thread in self._callers]
         if len(callers) > sum(_is_foreign(asker.thread) for asker in self._askers):
@@ -449,17 +451,17 @@ class WorkQueue:
         self.section.wake()
 
     @contextmanager
-    def _blocking(self) -> Iterator[None]:
+    def _blocking(self, future: Future[Any]) -> Iterator[None]:
         """A context in which the calling thread waits for a collective that is under way."""
         ident = threading.get_ident()
         with self.section.mutex:
-            self._blocked.add(ident)
+            self._blocked[ident] = future
             self.section.wake()
         try:
             yield
         finally:
             with self.section.mutex:
-                self._blocked.discard(ident)
+                self._blocked.pop(ident, None)  # a signal's handler may have waited, too
 
     def _check_unused(self, name: str) -> None:
         if name and (name in self._names or any(asker.name == name for asker in self._askers)):
