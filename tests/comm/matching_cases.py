@@ -153,6 +153,14 @@ def join(communicator: Communicator) -> None:
     joining.join(communicator, {})
 
 
+def case_a_rank_joins_after_what_it_has_started(communicator: Communicator) -> None:
+    names = "abc" if is_last(communicator) else "ca"
+    works = {name: start(communicator, name, 1.0) for name in names}
+    join(communicator)
+    for name, work in works.items():
+        assert work.wait() == (1 if name == "b" else communicator.size)
+
+
 def agree(communicator: Communicator, request: Request, value: int = 0) -> list[int]:
     return communicator.atomic(lambda: communicator.agree(request, value=value))
 

@@ -138,7 +138,7 @@ def test_a_thread_whose_collective_is_done_may_ask_for_another(
     def exchange() -> Iterator[None]:
         waits.set()
         yield
-        complete.append(queue.asked_for()[1])
+        complete.append(queue.asked_for()[2])
 
     monkeypatch.setattr(page, "exchange", exchange)
     assert queue.submit("", waits.wait).wait()

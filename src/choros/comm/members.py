@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import TypeVar, final
 
 import numpy as np
@@ -345,8 +346,8 @@ class Members(Primitives):
                 header = np.array((digest_of(message), len(message)), np.int64)
                 earlier, table = table, self._control_message(request, header)
                 if table != earlier:
-                    names, are_complete = zip(*map(json.loads, self._share(message, table[1])), strict=True)
-                    self._queue.plan.extend(matched(names))
+                    asked, joined, are_complete = zip(*map(json.loads, self._share(message, table[1])), strict=True)
+                    self._queue.plan.extend(matched(asked, joined))
                     if self._queue.plan:
                         return
                     if all(are_complete):
@@ -456,11 +457,11 @@ class Members(Primitives):
         return self._alltoall(send, send_counts, receive_counts)
 
 
-def matched(offers: Sequence[list[str] | None]) -> list[str]:
-    """Returns the names that all ranks wait for, in the order of the first; ``None``: of one that has joined.
+def matched(asked: Sequence[list[str]], joined: Sequence[bool]) -> list[str]:
+    """Returns the names that all ranks wait for, in the order of the first; those that have joined take any.
 
-    >>> matched([["a", "b", "c"], ["c", "b"]]), matched([None, ["a"]])
-    (['b', 'c'], ['a'])
+    >>> matched([["a", "b", "c"], ["c", "b"]], [False, False]), matched([["a"], ["a", "b"]], [True, False])
+    (['b', 'c'], ['a', 'b'])
     """
-    asking = [names for names in offers if names is not None]
-    return [name for name in asking[0] if all(name in names for names in asking)] if asking else []
+    offers = list(zip(asked, joined, strict=True))
+    return [name for name in dict.fromkeys(chain(*asked)) if all(takes_any or name in own for own, takes_any in offers)]

@@ -327,15 +327,15 @@ class WorkQueue:
             self._order.note(name)
         return gathered
 
-    def asked_for(self) -> tuple[list[str] | None, bool]:
-        """What this rank waits for, ``""`` the first without a name, or ``None``: any, as it has joined; and whether
+    def asked_for(self) -> tuple[list[str], bool, bool]:
+        """What this rank waits for, ``""`` the first without a name; whether it takes any, as it has joined; whether
         it is complete: it asks no more before one is done.
         """
         with self.section.mutex:
             names = [asker.name for asker in self._askers if asker.name is not None]
             names += [queued.name for queued in self._queued]
-            joined = any(asker.name is None for asker in self._askers)
-            return None if joined else [*dict.fromkeys(names)], self._is_complete()
+            has_joined = any(asker.name is None for asker in self._askers)
+            return [*dict.fromkeys(names)], has_joined, self._is_complete()
 
     def abandon_plan(self) -> None:
         """Forgets the plan: this rank cannot communicate any more."""
@@ -368,13 +368,13 @@ class WorkQueue:
         return asker is asking[0] if asking else asker.name is None
 
     def _is_behind_queue(self, name: str | None) -> bool:
-        """Whether a collective of this name was submitted that has not had its turn, and the calling thread's is later:
-        it may have entered the section while a plan was made, and asked before the queue's thread could.
+        """Whether a collective of this name (``None``: any) was submitted that has not had its turn, and the calling
+        thread's is later: it may have entered the section while a plan was made, and asked before the queue's could.
         """
         if not self._unfinished or self.in_background:
             return False
         own = any(asker.name == name and asker.thread.ident == self._worker for asker in self._askers)
-        return own or self._find(name) is not None
+        return name is None or own or self._find(name) is not None
 
     def _is_complete(self) -> bool:
         """Whether every thread that calls collectives waits for one. One that Python has not started, such as
