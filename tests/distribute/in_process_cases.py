@@ -297,6 +297,54 @@ def case_layers_compute_of_large_statistics_what_the_chief_has_computed():
         np.testing.assert_allclose(result, keras.ops.convert_to_numpy(model(rows)), rtol=1e-4, atol=1e-5)
 
 
+def applying(model, optimizer, kernels):
+    """Applies ones to these kernels; returns the iterations before and after."""
+    before = int(optimizer.iterations)
+    variables = [model.layers[i].kernel for i in kernels]
+    optimizer.apply([keras.ops.ones(v.shape) for v in variables], variables)
+    return before, int(optimizer.iterations)
+
+
+@pytest.mark.parametrize("make", [lambda: keras.optimizers.Nadam(0.01, use_ema=True), keras.optimizers.AdamW])
+def case_steps_with_gradients_for_one_server_only_count_on_all(make):
+    """The optimizer is built for all variables, as the worker's then is."""
+    ends = []
+    with cluster_of(workers=1) as strategy:
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        for scope in (nullcontext(), strategy.scope()):
+            with scope:
+                model, optimizer = network(None), make()
+                optimizer.build(model.trainable_variables)
+                optimizer.iterations.assign(100)
+            counts = []
+            for kernels in ((0,), (1,), (1,), (0, 1), (0,)):
+                arguments = model, optimizer, kernels
+                alone = isinstance(scope, nullcontext)
+                counts.append(applying(*arguments) if alone else coordinator.schedule(applying, arguments).fetch())
+            coordinator.join()
+            assert counts == [(n, n + 1) for n in range(100, 105)]
+            ends.append((model, [keras.ops.convert_to_numpy(each) for each in optimizer.variables]))
+    assert_same(*(model for model, _ in ends))
+    for one, other in zip(*(slots for _, slots in ends), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def case_gradients_of_variables_that_an_optimizer_does_not_know_are_an_error():
+    with cluster_of(workers=1) as strategy:
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        with strategy.scope():
+            model, optimizer = network(None), keras.optimizers.SGD(0.1)
+        coordinator.schedule(applying, (model, optimizer, (1,))).fetch()
+        coordinator.schedule(applying, (model, optimizer, (0, 1)))
+        with pytest.raises(ValueError, match="Unknown variable"):
+            coordinator.join()
+    shards, shard = Shards(), Shard((0, 0))
+    shards.assign({shard: np.ones(2, "float32")})
+    shards.register(1, cloudpickle.dumps((keras.optimizers.SGD, {})), {(0, 0): (True, None)})
+    with pytest.raises(ConfigError, match="does not know"):
+        shards.push(1, {shard: np.ones(2, "float32"), Shard((0, 1)): np.ones(2, "float32")}, None, 0)
+
+
 def case_a_function_that_fails_leaves_the_worker_as_it_was():
     with cluster_of(workers=1, ps=1) as strategy:
         coordinator = distribute.coordinator.ClusterCoordinator(strategy)

@@ -351,12 +351,18 @@ class Definitions:
         return call.bound.args, call.bound.kwargs, tuple(layer.trainable for layer in layers_of(model))
 
     def _created(self, item: Any) -> tuple[bytes, frozenset[Reference]]:
-        """Pickles an optimizer, and its variables without weight decay; or a model, and where its weights are."""
+        """Pickles an optimizer, its variables without weight decay and, if it is built, all of them, whose models it
+        needs; or a model, and where its weights are.
+        """
         import keras
 
+        from choros.training.keras_internals.models import trained_variables
+
         if isinstance(item, keras.optimizers.Optimizer):
-            created = item, self._session.undecayed(item)
-            return self._dumps(created, lambda part: None if part is item else self._reference(part))
+            trained = self._session.keys_of(trained_variables(item)) if item.built else ()
+            created = item, (self._session.undecayed(item), trained)
+            pickled, needs = self._dumps(created, lambda part: None if part is item else self._reference(part))
+            return pickled, needs | {("created", number) for number, _ in trained}
         shared = self._objects.shared_layers(item)
 
         def reference(part: Any) -> Reference | None:

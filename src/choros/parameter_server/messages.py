@@ -5,8 +5,10 @@
     chief or worker                          server
       Hello ────────────────────────────────►             the job whose variables are meant
       "pull", (known, slots) ───────────────►             shards that changed since version `known`, and the
-      ◄──────────────── version, shards ─────             current version; for the chief, optimizer slots as well
+      ◄──────────────── version, shards ─────             current version; for the chief, optimizer slots as well,
+                                                          for workers only the counts of updates
       "push", (optimizer, …) ───────────────►             gradients, applied under a lock by a real Keras optimizer
+                                                          of each server that has some of its variables
       ◄──────────────── version, shards ─────
       "assign", (values,) ──────────────────►             the last writer wins
       ◄─────────────────────────────── None

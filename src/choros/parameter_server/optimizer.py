@@ -27,11 +27,11 @@ from choros.parameter_server.session import ServerSession
 from choros.parameter_server.slots import Slots
 from choros.training.keras_internals.models import (
     apply_count,
+    check_known,
     decays,
     derive,
     drop_empty_gradients,
     learning_rate_of,
-    no_automatic_dependency_tracking,
     note_trained_variables,
     trained_variables,
 )
@@ -73,7 +73,7 @@ class Accumulator:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._seen = 0
+        self.seen = 0
         self._sums: list[Array] = []
 
     def add(self, gradients: Sequence[Array]) -> list[Array] | None:
@@ -81,12 +81,12 @@ class Accumulator:
         if self._steps == 1:
             return list(gradients)
         # Not in place: the framework owns these arrays.
-        sums = zip(self._sums, gradients, strict=True) if self._seen else ((0, gradient) for gradient in gradients)
+        sums = zip(self._sums, gradients, strict=True) if self.seen else ((0, gradient) for gradient in gradients)
         self._sums = [total + gradient for total, gradient in sums]
-        self._seen += 1
-        if self._seen < self._steps:
+        self.seen += 1
+        if self.seen < self._steps:
             return None
-        self._seen = 0
+        self.seen = 0
         return [total / np.asarray(self._steps, total.dtype) for total in self._sums]
 
 
@@ -111,7 +111,8 @@ class _OfMicroBatches(keras.optimizers.schedules.LearningRateSchedule):
 @final
 class RemoteOptimizer:
     """An optimizer of the scope and its counterparts on the servers; only the chief keeps slots, without applying it;
-    ``undecayed`` are variables without weight decay besides those that the optimizer names.
+    ``undecayed`` are variables without weight decay besides those that the optimizer names, ``trained`` those that the
+    chief has built it for, if it has.
     """
 
     def __init__(
@@ -122,12 +123,14 @@ class RemoteOptimizer:
         *,
         is_chief: bool,
         undecayed: frozenset[VariableKey] = frozenset(),
+        trained: Sequence[VariableKey] = (),
     ) -> None:
         self.number = number
         self.slots = Slots(optimizer) if is_chief else None
         self._optimizer = optimizer
         self._session = session
         self._undecayed = undecayed
+        self._trained = trained
         self._recipe = b""
         self._registered = False
         self._accumulator: Accumulator | None = None
@@ -141,6 +144,18 @@ class RemoteOptimizer:
     def learning_rate(self, value: float) -> None:
         if isinstance(learning_rate_of(self._optimizer), keras.Variable) and self.learning_rate != value:
             self._optimizer.learning_rate = value
+
+    def count(self) -> None:
+        """Sets the iterations to what the servers have counted, without batches that are only accumulated here."""
+        updates = self._session().updates.get(self.number)
+        if updates is not None:
+            seen = self._accumulator.seen if self._accumulator else 0
+            apply_count(self._optimizer).assign(updates * (self._optimizer.gradient_accumulation_steps or 1) + seen)
+
+    def note_trained(self, variables: Sequence[Any]) -> None:
+        """Builds the optimizer of a worker, without slots: for the variables that the chief's has, if that is built."""
+        known = self._session().variables_of(self._trained) if self._trained else []
+        note_trained_variables(self._optimizer, known or variables)
 
     def prepare(self) -> None:
         """Records the optimizer's class and configuration, while its variables can still be read."""
@@ -234,7 +249,6 @@ class RemoteOptimizer:
 class _RemoteApply:
     """The methods that replace the optimizer's own."""
 
-    @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
     def build(self, variables: Any) -> None:
         """Keras' ``build`` on the chief; workers record the variables and create no slots."""
         optimizer: Any = self
@@ -244,7 +258,7 @@ class _RemoteApply:
         if slots is not None:
             slots.build(variables, super().build)  # type: ignore[misc]
             return
-        note_trained_variables(optimizer, variables)
+        getattr(self, _ATTRIBUTE).note_trained(variables)
 
     def load_own_variables(self, store: Any) -> None:
         """Keras' ``load_own_variables`` on the chief; workers have no slots and load nothing."""
@@ -263,6 +277,7 @@ class _RemoteApply:
             variables = list(trainable_variables)
             if not optimizer.built:
                 optimizer.build(variables)
+            check_known(optimizer, variables)
         grads, variables = drop_empty_gradients(optimizer, grads, variables)
         if (scale := optimizer.loss_scale_factor) is not None:
             grads = [gradient / scale for gradient in grads]
@@ -283,6 +298,7 @@ def add_remote_optimizer(
     *,
     is_chief: bool = False,
     undecayed: frozenset[VariableKey] = frozenset(),
+    trained: Sequence[VariableKey] = (),
 ) -> RemoteOptimizer | None:
     """Makes the servers apply gradients, by a subclass; ``None`` for ``LossScaleOptimizer``: its inner one is used."""
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
@@ -291,7 +307,7 @@ def add_remote_optimizer(
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return None
-    remote = RemoteOptimizer(optimizer, number, session, is_chief=is_chief, undecayed=undecayed)
+    remote = RemoteOptimizer(optimizer, number, session, is_chief=is_chief, undecayed=undecayed, trained=trained)
     optimizer.__class__ = derive(type(optimizer), _RemoteApply)
     # Bypasses Keras' attribute tracking: this is not part of the optimizer's state.
     object.__setattr__(optimizer, _ATTRIBUTE, remote)

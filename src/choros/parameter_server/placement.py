@@ -34,6 +34,11 @@ class SlotKey:
     index: int
     variable: VariableKey | None = None
 
+    @property
+    def is_count(self) -> bool:
+        """Whether it is the count of updates, the first of an optimizer's own."""
+        return self.variable is None and self.index == 0
+
 
 #: A model's number and the index of its variable, or an optimizer's slot.
 VariableKey = tuple[int, int] | SlotKey

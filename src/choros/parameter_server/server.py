@@ -15,7 +15,7 @@ from choros.parameter_server.messages import Changed, Hello, Updated
 from choros.parameter_server.placement import Rows, Shard, SlotKey
 from choros.parameter_server.scope_objects import host
 from choros.parameter_server.slots import Slots
-from choros.training.keras_internals.models import exclude_from_weight_decay, trained_variables
+from choros.training.keras_internals.models import count_step, exclude_from_weight_decay, trained_variables
 from choros.transport.channel import Channel, ChannelClosed, Failure
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,9 @@ class Shards:
             return self._since(known, slots=slots)
 
     def push(self, number: int, gradients: Mapping[Shard, Any], learning_rate: float | None, known: int) -> Changed:
-        """Applies gradients, accumulated and clipped; no ``learning_rate`` with a schedule; returns as ``pull``."""
+        """Applies gradients, accumulated and clipped, or counts a step that has none for the variables here; no
+        ``learning_rate`` with a schedule; returns as ``pull``.
+        """
         with self._lock:
             optimizer = self._optimizers[number]
             optimizer.apply(gradients, learning_rate)
@@ -85,7 +87,7 @@ class Shards:
 
     def _since(self, known: int, *, slots: bool) -> Changed:
         changed = [shard for shard, version in self._changed.items() if version > known]
-        requested = changed if slots else [shard for shard in changed if not isinstance(shard.variable, SlotKey)]
+        requested = [shard for shard in changed if slots or not isinstance(shard.variable, SlotKey) or _counts(shard)]
         return self._version, {shard: host(self._variables[shard]) for shard in requested}
 
 
@@ -123,6 +125,11 @@ class _Optimizer:
     def apply(self, gradients: Mapping[Shard, Any], learning_rate: float | None) -> None:
         import keras
 
+        if not gradients.keys() <= set(self._shards):
+            raise ConfigError(
+                "gradients of variables that the optimizer does not know: another worker has applied it first, to "
+                "others. Build it in the scope for all of them, as by optimizer.build(model.trainable_variables)."
+            )
         if learning_rate is not None:
             self._optimizer.learning_rate = learning_rate
         convert = keras.ops.convert_to_tensor
@@ -132,7 +139,10 @@ class _Optimizer:
                 return convert(gradient.values), convert(gradient.indices)
             return convert(gradient)
 
-        self._update([tensors(gradients[shard]) if shard in gradients else None for shard in self._shards])
+        if gradients:
+            self._update([tensors(gradients[shard]) if shard in gradients else None for shard in self._shards])
+        else:
+            count_step(self._optimizer)
 
     def average(self) -> Sequence[Shard]:
         self._optimizer.finalize_variable_values(self._variables)
@@ -143,6 +153,10 @@ def _slot(optimizer: int, index: int, parent: Shard | None) -> Shard:
     if parent is None:
         return Shard(SlotKey(optimizer, index))
     return replace(parent, variable=SlotKey(optimizer, index, parent.variable))
+
+
+def _counts(shard: Shard) -> bool:
+    return isinstance(shard.variable, SlotKey) and shard.variable.is_count
 
 
 def _update_of(optimizer: Any, compiled: bool) -> Callable[[list[Any]], None]:

@@ -59,6 +59,9 @@ class ServerSession:
         #: The version of each server that this process knows, and received shards that are not assigned yet.
         self._versions = [0] * len(servers)
         self._received: dict[Shard, Array] = {}
+        #: The updates of each optimizer that the servers have counted, and the servers that apply it.
+        self.updates: dict[int, int] = {}
+        self._appliers: dict[int, frozenset[int]] = {}
 
     def key_of(self, variable: Any) -> VariableKey:
         """Returns the key of ``variable`` on the servers; ConfigError if they do not store it."""
@@ -86,6 +89,17 @@ class ServerSession:
     def plan(self, number: int, placement: Placement) -> None:
         """Sets where the weights of model ``number`` are, as the chief has placed them."""
         self._planned[number] = placement
+
+    def keys_of(self, variables: Iterable[Any]) -> tuple[VariableKey, ...]:
+        """Returns the keys of those of the variables that the servers store."""
+        self._discover()
+        return tuple(self._keys[id(variable)] for variable in variables if id(variable) in self._keys)
+
+    def variables_of(self, keys: Sequence[VariableKey]) -> list[Any]:
+        """Returns the variables with these keys; none before this process has all of them."""
+        self._discover()
+        known = all(key in self._variables for key in keys)
+        return [self._variables[key] for key in keys] if known else []
 
     def undecayed(self, optimizer: Any) -> frozenset[VariableKey]:
         """Returns the variables to which the optimizer applies no weight decay."""
@@ -119,17 +133,23 @@ class ServerSession:
     def push(
         self, optimizer: int, variables: Sequence[Any], gradients: Sequence[Array | Rows], learning_rate: float | None
     ) -> list[Array]:
-        """Has the servers' optimizer apply gradients; returns the new values of the variables."""
+        """Has the servers' optimizer apply gradients; returns the new values of the variables. Servers that have others
+        of its variables count the step.
+        """
         keys = [self.key_of(variable) for variable in variables]
         parts = split(dict(zip(keys, gradients, strict=True)), self._placement)
-        requests = {i: (optimizer, part, learning_rate, self._versions[i]) for i, part in parts.items()}
+        requests = {
+            i: (optimizer, parts.get(i, {}), learning_rate, self._versions[i])
+            for i in sorted(self._appliers[optimizer] | parts.keys())
+        }
         self._receive(self.servers.request("push", requests))
         new = {shard: self._received.pop(shard) for part in parts.values() for shard in part}
         return [join(key, self._placement, new) for key in keys]
 
     def register(self, optimizer: int, pickled: bytes, updated: Updated) -> None:
         """Registers an optimizer with every server that stores one of its variables."""
-        concerned = {server for key in updated for server, _ in self._placement[key]}
+        concerned = frozenset(server for key in updated for server, _ in self._placement[key])
+        self._appliers[optimizer] = concerned
         self.servers.request("register", dict.fromkeys(concerned, (optimizer, pickled, updated)))
 
     def average(self, optimizer: int) -> None:
@@ -148,9 +168,15 @@ class ServerSession:
         self.servers.request("assign", {server: (part,) for server, part in parts.items()})
 
     def _receive(self, replies: Mapping[int, Changed]) -> None:
+        counts: dict[int, int] = {}
         for server, (version, changed) in replies.items():
             self._versions[server] = version
             self._received.update(changed)
+            for shard, value in changed.items():
+                if isinstance(shard.variable, SlotKey) and shard.variable.is_count:
+                    number = shard.variable.optimizer
+                    counts[number] = max(int(value), counts.get(number, 0))
+        self.updates.update(counts)
 
     def _changed(self, keys: Iterable[VariableKey]) -> tuple[dict[VariableKey, Array], dict[VariableKey, bytes]]:
         """Returns the values that differ from those the servers last had, and all digests."""

@@ -118,6 +118,8 @@ class Worker:
             began, waited = time.perf_counter(), page.waited
             session.servers.failure = None  # of an earlier function, which has caught it
             session.pull()
+            for remote in remote_optimizers(self.objects).values():
+                remote.count()
             self.objects.reset_metrics()
             name = getattr(function, "__name__", type(function).__name__)
             with events.span(Kind.STEP_BEGUN, Kind.STEP_DONE, name):
@@ -154,8 +156,11 @@ class Worker:
         self.objects.put(("created", number), created)
         if not isinstance(created, keras.optimizers.Optimizer):
             self.session.plan(number, about)
-        elif remote := add_remote_optimizer(created, number, lambda: self.session, undecayed=about):
-            remote.prepare()
+        else:
+            undecayed, trained = about
+            remote = add_remote_optimizer(created, number, lambda: self.session, undecayed=undecayed, trained=trained)
+            if remote:
+                remote.prepare()
 
     def _resolve(self, reference: Reference) -> Any:
         match reference:

@@ -124,6 +124,24 @@ def drop_empty_gradients(optimizer: Any, gradients: Any, variables: Any) -> Any:
     return optimizer._filter_empty_gradients(gradients, variables)
 
 
+def check_known(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raises Keras' error if a built optimizer does not train one of the ``variables``."""
+    optimizer._check_variables_are_known(variables)
+
+
+def count_step(optimizer: Any) -> None:
+    """``apply`` without any gradient, which Keras refuses: counts the step, and moves the averages of the variables."""
+    own: dict[str, Any] = {}
+    if keras.backend.backend() == "torch":
+        from keras.src.backend.torch.optimizers.torch_parallel_optimizer import TorchParallelOptimizer
+
+        if isinstance(optimizer, TorchParallelOptimizer):  # whose update of all variables at once fails for none
+            own["_backend_update_step"] = super(TorchParallelOptimizer, optimizer)._backend_update_step
+    with replaced(optimizer, **own):
+        optimizer._backend_apply_gradients([], [])
+    apply_count(optimizer).assign_add(1)
+
+
 def check_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Warns of variables that have no gradient, and raises an error if none has, as Keras does."""
     if variables:
