@@ -329,6 +329,26 @@ def case_steps_with_gradients_for_one_server_only_count_on_all(make):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+def case_an_optimizer_of_two_models_is_sent_with_both():
+    """Each function uses one of them; the optimizer is older, and they are compiled with it."""
+    ends = []
+    with cluster_of(workers=1) as strategy:
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        for scope in (nullcontext(), strategy.scope()):
+            with scope:
+                optimizer = keras.optimizers.SGD(0.1)
+                models = [network(optimizer) for _ in range(2)]
+                optimizer.build([v for model in models for v in model.trainable_variables])
+            for model in models:
+                alone = isinstance(scope, nullcontext)
+                arguments = model, optimizer, (0,)
+                applying(*arguments) if alone else coordinator.schedule(applying, arguments).fetch()
+            coordinator.join()
+            ends.append(models)
+    for one, other in zip(*ends, strict=True):
+        assert_same(one, other)
+
+
 def case_gradients_of_variables_that_an_optimizer_does_not_know_are_an_error():
     with cluster_of(workers=1) as strategy:
         coordinator = distribute.coordinator.ClusterCoordinator(strategy)

@@ -27,6 +27,11 @@ def test_tensorflow(case: str, job: Job) -> None:
     check_case("distribute.in_process_cases", case, job)
 
 
+@on(*JOBS, cases="distribute.assigned_cases")
+def test_assigned(case: str, job: Job) -> None:
+    check_case("distribute.assigned_cases", case, job)
+
+
 @on(*JOBS, cases="distribute.recipe_cases")
 def test_recipes(case: str, job: Job) -> None:
     check_case("distribute.recipe_cases", case, job)

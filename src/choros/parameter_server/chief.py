@@ -57,7 +57,7 @@ class Chief:
         servers = cluster.servers(self._job)
         # A server that has replied knows the job; a worker that heard of it before may be there first.
         servers.request("pull", dict.fromkeys(range(len(servers)), (0, False)))
-        self.session = ServerSession(self.objects, servers, partition)
+        self.session = ServerSession(self.objects, servers, partition, is_chief=True)
         self._queue = ClosureQueue(Clocks(max_staleness), cluster.start_seconds)
         self._reports: list[Report] = []
         self._definitions = Definitions(self.session, self._reference)
@@ -296,8 +296,11 @@ class Definitions:
     def of(self, references: Iterable[Reference]) -> tuple[Definition, ...]:
         """Returns the definitions of what ``references`` refer to, each after those that it needs."""
         ordered: dict[Reference, Definition | None] = {}
-        for reference in sorted(references):
-            self._add(reference, ordered)
+        waiting = set(references)
+        while waiting:
+            for reference in sorted(waiting):
+                self._add(reference, ordered)
+            waiting = {also for reference in ordered for also in self._also(reference)} - ordered.keys()
         return tuple(each for each in ordered.values() if each is not None)
 
     def _add(self, reference: Reference, ordered: dict[Reference, Definition | None]) -> None:
@@ -309,8 +312,21 @@ class Definitions:
             self._add(need, ordered)
         del ordered[reference]
         ordered[reference] = definition
-        if reference[0] == "created" and self._objects.last_compile(reference[1]) is not None:
-            self._add(("compiled", reference[1]), ordered)
+
+    def _also(self, reference: Reference) -> set[Reference]:
+        """What a worker is to have besides, when it has the rest: how a model is compiled, or an optimizer's models."""
+        import keras
+
+        from choros.training.keras_internals.models import trained_variables
+
+        tag, number = reference
+        if tag != "created":
+            return set()
+        if self._objects.last_compile(number) is not None:
+            return {("compiled", number)}
+        item = self._objects.resolve(reference)
+        keys = self._session.keys_of(trained_variables(item)) if isinstance(item, keras.optimizers.Optimizer) else ()
+        return {("created", key[0]) for key in keys if isinstance(key, tuple)}
 
     def _definition(self, reference: Reference) -> tuple[Definition, frozenset[Reference]]:
         revision = self._objects.revisions.get(reference, 0)
@@ -351,18 +367,16 @@ class Definitions:
         return call.bound.args, call.bound.kwargs, tuple(layer.trainable for layer in layers_of(model))
 
     def _created(self, item: Any) -> tuple[bytes, frozenset[Reference]]:
-        """Pickles an optimizer, its variables without weight decay and, if it is built, all of them, whose models it
-        needs; or a model, and where its weights are.
+        """Pickles an optimizer, its variables without weight decay and, if it is built, all of them; or a model, and
+        where its weights are.
         """
         import keras
 
         from choros.training.keras_internals.models import trained_variables
 
         if isinstance(item, keras.optimizers.Optimizer):
-            trained = self._session.keys_of(trained_variables(item)) if item.built else ()
-            created = item, (self._session.undecayed(item), trained)
-            pickled, needs = self._dumps(created, lambda part: None if part is item else self._reference(part))
-            return pickled, needs | {("created", number) for number, _ in trained}
+            created = item, (self._session.undecayed(item), self._session.keys_of(trained_variables(item)))
+            return self._dumps(created, lambda part: None if part is item else self._reference(part))
         shared = self._objects.shared_layers(item)
 
         def reference(part: Any) -> Reference | None:

@@ -36,7 +36,7 @@ from choros.training.keras_internals.models import (
     trained_variables,
 )
 from choros.training.replaced import underived
-from choros.training.thread import thread
+from choros.training.thread import doing, thread
 
 _ATTRIBUTE = "_choros_remote_optimizer"
 #: The worker applies these; the servers' optimizer must not apply them again.
@@ -201,6 +201,8 @@ class RemoteOptimizer:
             if mean is None:
                 return [np.array(value) for value in current]
             self._register(session)
+            if not in_jit:  # where variables have no values
+                session.push_assigned(variables)
             # Keras, too, clips the rows of sparse gradients as they are; after the global norm, they are dense.
             clipped = zip(rows, clip(mean, *limits), strict=True)
             pushed = [Rows(next(rows_of), each) if row else each for row, each in clipped]
@@ -209,10 +211,13 @@ class RemoteOptimizer:
             return session.push(self.number, variables, pushed, None if scheduled else float(now))
 
         outputs = [ArraySpec(tuple(v.shape), np.dtype(v.dtype)) for v in variables]
+        in_jit = framework == "jax" and adapter.is_symbolic(gradients)
         tensors = map(keras.ops.convert_to_tensor, (*gradients, *indices))
         inputs = [keras.ops.convert_to_tensor(rate, "float32"), *tensors, *values]
-        for variable, value in zip(variables, adapter.host_call(on_host, inputs, outputs), strict=True):
-            variable.assign(value)
+        new = adapter.host_call(on_host, inputs, outputs)
+        with doing("receiving_values"):
+            for variable, value in zip(variables, new, strict=True):
+                variable.assign(value)
 
     def average(self) -> None:
         """Overwrites the variables with their moving averages, on the servers and in this process."""

@@ -6,7 +6,7 @@
     publish: values that changed here ────► Assign
                                             Changed ──────────────► pull: before it runs a function
                                             Push    ◄────────────── push: an optimizer's apply, in the function
-                                            Assign  ◄────────────── push_statistics: after it, as of batch norm
+                                            Assign  ◄────────────── push_assigned: after it, as of batch norm
     pull: after the last function ◄──────── Changed
 
 Variables are placed once the model is built, by one plan everywhere; the chief's include slots (slots.py).
@@ -17,8 +17,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, final
 
+import numpy as np
+
 from choros.comm import Array
 from choros.errors import ConfigError
+from choros.parameter_server.assignments import note_assignments, value_of
 from choros.parameter_server.cluster import Servers
 from choros.parameter_server.messages import Changed, Updated
 from choros.parameter_server.placement import (
@@ -36,14 +39,16 @@ from choros.parameter_server.placement import (
 from choros.parameter_server.scope_objects import ScopeObjects, host
 from choros.parameter_server.slots import Slots
 from choros.training.keras_internals.models import decays, layers_of, own_statistics, own_variables
+from choros.training.thread import doing
 
 
 @final
 class ServerSession:
     """Synchronizes the variables of the models and optimizers in ``objects`` with ``servers``."""
 
-    def __init__(self, objects: ScopeObjects, servers: Servers, partition: Partition | None) -> None:
+    def __init__(self, objects: ScopeObjects, servers: Servers, partition: Partition | None, *, is_chief: bool) -> None:
         self.objects = objects
+        self._is_chief = is_chief
         self.servers = servers
         self._partition = partition
         self._seen: set[int] = set()
@@ -51,11 +56,15 @@ class ServerSession:
         self._placement: Placement = {}
         self._variables: dict[VariableKey, Any] = {}
         self._keys: dict[int, VariableKey] = {}
-        self._statistics: list[VariableKey] = []
         #: Of the statistics of layers that compute others of them once, such as ``Normalization``: these layers.
         self._derived: dict[VariableKey, Any] = {}
-        #: Digests of the values that this process and the servers last agreed on.
+        #: On the chief, digests of the values that it and the servers last agreed on.
         self._last: dict[VariableKey, bytes] = {}
+        #: On a worker, these values of variables that functions assign, of which some are assigned by this function
+        #: only; and what this function was given by ``push``.
+        self._agreed: dict[VariableKey, Array | None] = {}
+        self._briefly: set[VariableKey] = set()
+        self._pushed: dict[VariableKey, Array] = {}
         #: The version of each server that this process knows, and received shards that are not assigned yet.
         self._versions = [0] * len(servers)
         self._received: dict[Shard, Array] = {}
@@ -125,8 +134,12 @@ class ServerSession:
             changed.setdefault(shard.variable, []).append((shard, self._received.pop(shard)))
         for key, parts in changed.items():
             value = self._whole(key, parts)
-            self._last[key] = _digest(value)
-            self._variables[key].assign(value)
+            if self._is_chief:
+                self._last[key] = _digest(value)
+            self._pushed.pop(key, None)
+            self._agree(key, value)
+            with doing("receiving_values"):
+                self._variables[key].assign(value)
         for layer in {self._derived[key] for key in changed.keys() & self._derived.keys()}:
             layer.finalize_state()
 
@@ -143,8 +156,12 @@ class ServerSession:
             for i in sorted(self._appliers[optimizer] | parts.keys())
         }
         self._receive(self.servers.request("push", requests))
-        new = {shard: self._received.pop(shard) for part in parts.values() for shard in part}
-        return [join(key, self._placement, new) for key in keys]
+        received = {shard: self._received.pop(shard) for part in parts.values() for shard in part}
+        new = {key: join(key, self._placement, received) for key in keys}
+        self._pushed.update(new)
+        for key, value in new.items():
+            self._agree(key, value)
+        return [new[key] for key in keys]
 
     def register(self, optimizer: int, pickled: bytes, updated: Updated) -> None:
         """Registers an optimizer with every server that stores one of its variables."""
@@ -157,11 +174,39 @@ class ServerSession:
         self.servers.request("average", dict.fromkeys(range(len(self.servers)), (optimizer,)))
         self.pull()
 
-    def push_statistics(self) -> None:
-        """Sends the variables that a forward pass has changed, such as batch norm's."""
+    def note(self, variable: Any, *, compiled: bool) -> None:
+        """Notes, before, that a function assigns a variable now or, ``compiled``, whenever it runs."""
+        key = self._keys.get(id(variable))
+        if key is None:
+            return
+        if key not in self._agreed:
+            self._briefly.add(key)
+            self._agreed[key] = value_of(variable)
+            if key in self._pushed:  # on JAX perhaps at this moment, by a function that still runs
+                self._agreed[key] = self._pushed[key]
+        if compiled:
+            self._briefly.discard(key)
+
+    def push_assigned(self, variables: Sequence[Any] | None = None) -> None:
+        """Sends what a function has assigned to these variables; at its end to all, such as batch norm's statistics."""
         self._discover()
-        if changed := self._changed(self._statistics)[0]:
+        keys = list(self._agreed) if variables is None else [self.key_of(variable) for variable in variables]
+        changed: dict[VariableKey, Array] = {}
+        for key in [key for key in keys if key in self._agreed]:
+            value, agreed = value_of(self._variables[key]), self._agreed[key]
+            if value is not None and (agreed is None or not np.array_equal(value, agreed)):
+                changed[key] = value
+        if changed:
             self._assign(changed)
+            self._agreed.update(changed)
+        if variables is None:
+            self._agreed = {key: value for key, value in self._agreed.items() if key not in self._briefly}
+            self._briefly.clear()
+            self._pushed.clear()
+
+    def _agree(self, key: VariableKey, value: Array) -> None:
+        if key in self._agreed:
+            self._agreed[key] = np.array(value)
 
     def _assign(self, values: Mapping[VariableKey, Array]) -> None:
         parts = split(values, self._placement)
@@ -218,7 +263,10 @@ class ServerSession:
         self._keys.update({id(v): key for key, v in own.items()})
         if keras.backend.backend() == "tensorflow":  # users may pass the tf.Variable
             self._keys.update({id(v.value): key for key, v in own.items()})
-        self._statistics += [key for key, v in own.items() if id(v) in statistics]
+        if not self._is_chief:
+            self._agreed.update({key: None for key, v in own.items() if id(v) in statistics})
+            for variable in own.values():
+                note_assignments(variable, self)
 
     def _discover_slots(self, number: int, slots: Slots) -> None:
         """Adds an optimizer's slots; builds it first if only workers have built it."""

@@ -16,6 +16,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any, final
 from weakref import WeakSet
 
@@ -28,7 +29,7 @@ from choros.parameter_server.optimizer import add_remote_optimizer
 from choros.parameter_server.session import ServerSession
 from choros.parameter_server.worker import Worker
 from choros.training.keras_internals.fit import jax_state, pythonify_logs
-from choros.training.keras_internals.models import build_from_batch
+from choros.training.keras_internals.models import build_from_batch, overrides
 from choros.training.replaced import replaced
 from choros.training.thread import doing
 
@@ -96,7 +97,9 @@ class ServerTraining(Training):
         del model
         if isinstance(self._role, Chief):
             self._role.session.pull()
-        return call.run()
+        # JAX gives the variables their values back.
+        with doing("receiving_values") if keras.backend.backend() == "jax" else nullcontext():
+            return call.run()
 
     predict = evaluate
     test_on_batch = evaluate
@@ -186,9 +189,13 @@ def train_on(session: ServerSession, model: Any, batch: Any) -> dict[str, float]
             model.train()
             logs = model.train_function([batch])
         case _:
+            if overrides(model, "train_step"):  # it may change any of them, without ``assign``
+                for weight in model.weights:
+                    session.note(weight, compiled=True)
             state = jax_state(model)
             logs, new = model.train_function(state, iter([batch]))
-            _assign(model, new)
+            with doing("receiving_values"):
+                _assign(model, new)
     return dict(pythonify_logs(logs))
 
 

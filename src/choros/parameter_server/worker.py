@@ -95,7 +95,7 @@ class Worker:
         try:
             job, pickled = start
             partition = pickle.loads(pickled)  # noqa: S301  (from an authenticated process)
-            self._session = ServerSession(self.objects, self._cluster.servers(job), partition)
+            self._session = ServerSession(self.objects, self._cluster.servers(job), partition, is_chief=False)
         except Exception as error:
             chief.send(Failure.of(error))
             raise
@@ -124,7 +124,7 @@ class Worker:
             name = getattr(function, "__name__", type(function).__name__)
             with events.span(Kind.STEP_BEGUN, Kind.STEP_DONE, name):
                 result = function(*args, **kwargs)
-            session.push_statistics()
+            session.push_assigned()
             times = time.perf_counter() - began, page.waited - waited
             pickled = pickle.PickleBuffer(closures.dumps(result, self.objects.reference))
             return Ran(pickled, self.objects.count_metrics(), *times)

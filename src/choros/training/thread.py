@@ -12,6 +12,7 @@ class _Thread(threading.local):
     creating_keras_variable = False  # which has hooks of its own, by TensorFlow's
     creating_metric_variable = False
     giving_reduced = False  # gradients, to an ``apply`` that would reduce them
+    receiving_values = False  # of variables, from parameter servers
     tracing_step = False  # of a model, for what it creates: the step is not run
     using_own_copy = False  # reads and assigns this process's copy of variables
     writing_files = False  # for other processes, so that it must not communicate

@@ -18,14 +18,12 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.random.seed_generator import global_seed_generator as make_global_seed_generator
 from keras.src.trainers.compile_utils import CompileMetrics
 from keras.src.trainers.trainer import Trainer as Trainer
-from keras.src.utils.tracking import no_automatic_dependency_tracking as no_automatic_dependency_tracking
 
 from choros.training.replaced import derived, replaced
 
 # Imported unchanged for other modules, besides base classes that have no public name:
-#   in_stateless_scope                whether variables have the values of a function's arguments.
-#   in_symbolic_scope                 whether Keras only computes shapes.
-#   no_automatic_dependency_tracking  for methods that set lists on an optimizer, as for Keras' own ``build``.
+#   in_stateless_scope  whether variables have the values of a function's arguments.
+#   in_symbolic_scope   whether Keras only computes shapes.
 
 #: The base class of variables: ``keras.Variable`` is the framework's subclass.
 AnyVariable = Variable

@@ -1,0 +1,151 @@
+"""What functions on workers of parameter servers assign to weights, in one process, as on one device."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import keras
+import pytest
+
+from choros import distribute
+from choros.parameter_server.session import ServerSession
+from distribute.in_process_cases import FRAMEWORK, Layers, X, Y, assert_same, cluster_of, network, train
+
+
+def pair():
+    """A model, another one of the same weights, and an optimizer for the first."""
+    (model, other), optimizer = (network(None) for _ in range(2)), keras.optimizers.SGD(0.5, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    return model, other, optimizer
+
+
+def update(model, optimizer):
+    variables = model.trainable_variables
+    optimizer.apply([keras.ops.ones(v.shape) for v in variables], variables)
+
+
+def clip(model):
+    for weight in model.weights:
+        weight.assign(keras.ops.clip(weight, -0.1, 0.1))
+
+
+def follow(other, model):
+    for weight, new in zip(other.weights, model.weights, strict=True):
+        weight.assign(0.5 * weight + 0.5 * new)
+
+
+def assigning(model, other, optimizer, compiled):
+    """Assigns weights after updates of them and before, and weights that the optimizer does not know."""
+    functions = update, clip, follow
+    if compiled:
+        import tensorflow as tf
+
+        functions = map(tf.function, functions)
+    one, two, three = functions
+    for _ in range(3):
+        one(model, optimizer)
+        two(model)
+        three(other, model)
+
+
+@pytest.mark.parametrize("compiled", [False, True] if FRAMEWORK == "tensorflow" else [False], ids=str)
+def case_what_functions_assign_to_weights_is_on_the_servers(compiled):
+    ends = []
+    with cluster_of(workers=1) as strategy:
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        for scope in (nullcontext(), strategy.scope()):
+            with scope:
+                model, other, optimizer = pair()
+            for _ in range(2):
+                arguments = model, other, optimizer, compiled
+                if isinstance(scope, nullcontext):
+                    assigning(*arguments)
+                else:
+                    coordinator.schedule(assigning, arguments).fetch()
+            coordinator.join()
+            ends.append((model, other))
+    for one, two in zip(*ends, strict=True):
+        assert_same(one, two)
+
+
+class Assigning(Layers):
+    """Its step clips the weights that it has trained; a frozen layer follows them."""
+
+    def __init__(self):
+        super().__init__()
+        self.second.trainable = False
+
+    def call(self, x):
+        return self.first(x) + self.second(x)
+
+    def train_step(self, *given):
+        if FRAMEWORK != "jax":
+            result = super().train_step(*given)
+            for weight, mean in zip(self.first.weights, self.second.weights, strict=True):
+                weight.assign(keras.ops.clip(weight, -0.1, 0.1))
+                mean.assign(0.5 * weight + 0.5 * mean)
+            return result
+        logs, (trained, others, *rest) = super().train_step(*given)
+        trained = [keras.ops.clip(weight, -0.1, 0.1) for weight in trained]
+        means = [0.5 * weight + 0.5 * mean for weight, mean in zip(trained, others, strict=False)]
+        return logs, (trained, [*means, *others[len(means) :]], *rest)
+
+
+def case_what_a_models_own_step_assigns_is_on_the_servers():
+    models = []
+    with cluster_of(workers=1) as strategy:
+        for scope in (nullcontext(), strategy.scope()):
+            with scope:
+                models.append(model := Assigning())
+                model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            train(model, 2)
+    assert_same(*models)
+
+
+def case_spectral_normalization_like_on_one_device():
+    """In training, its forward pass assigns the kernel that is trained."""
+    models = []
+    with cluster_of(workers=1) as strategy:
+        for scope in (nullcontext(), strategy.scope()):
+            with scope:
+                keras.utils.set_random_seed(1)
+                inner = keras.layers.Dense(3)
+                model = keras.Sequential([keras.Input((8,)), keras.layers.SpectralNormalization(inner)])
+                model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            models.append(model)
+            train(model, 2)
+    assert_same(*models)
+
+
+def case_weights_that_functions_do_not_change_are_not_sent():
+    """What a worker has pulled may be old: it must not overwrite what others have pushed since."""
+    sent = []
+    assign = ServerSession._assign
+
+    def recording(session, values):
+        sent.append((session, values))
+        assign(session, values)
+
+    def step(model, optimizer):
+        if FRAMEWORK == "jax":
+            trained, state = [v.value for v in model.trainable_variables], [v.value for v in optimizer.variables]
+            import jax
+
+            new, state = jax.jit(optimizer.stateless_apply)(state, trained, trained)
+            for variable, value in zip(model.trainable_variables, new, strict=True):
+                variable.assign(value)
+        else:
+            update(model, optimizer)
+        model.test_on_batch(X, Y)
+
+    with cluster_of(workers=1) as strategy, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerSession, "_assign", recording)
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        with strategy.scope():
+            model = network("sgd")
+        train(model)
+        for _ in range(2):
+            coordinator.schedule(step, (model, model.optimizer)).fetch()
+        coordinator.join()
+        chief = strategy.role.session
+    assert all(session is chief for session, _ in sent)
