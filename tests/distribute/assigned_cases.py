@@ -8,6 +8,7 @@ import keras
 import pytest
 
 from choros import distribute
+from choros.errors import ConfigError
 from choros.parameter_server.session import ServerSession
 from distribute.in_process_cases import FRAMEWORK, Layers, X, Y, assert_same, cluster_of, network, train
 
@@ -115,6 +116,34 @@ def case_spectral_normalization_like_on_one_device():
             models.append(model)
             train(model, 2)
     assert_same(*models)
+
+
+def case_variables_that_functions_capture_must_not_change():
+    if FRAMEWORK == "jax":
+        pytest.skip("JAX has no variables")
+    if FRAMEWORK == "tensorflow":
+        import tensorflow as tf
+
+        captured = tf.Variable(1.0)
+    else:
+        import torch
+
+        captured = torch.nn.Parameter(torch.ones(()))
+
+    def read(variable=captured):
+        return float(variable)
+
+    def add(variable=captured):
+        (variable.assign_add if FRAMEWORK == "tensorflow" else variable.data.add_)(1.0)
+
+    with cluster_of(workers=1, ps=1) as strategy:
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        for function, arguments in ((read, ()), (read, (captured,))):
+            assert coordinator.schedule(function, arguments).fetch() == 1.0
+        for function, arguments in ((add, (captured,)), (add, ())):
+            coordinator.schedule(function, arguments)
+            with pytest.raises(ConfigError, match=r"add has changed a .* copy of its own"):
+                coordinator.join()
 
 
 def case_weights_that_functions_do_not_change_are_not_sent():

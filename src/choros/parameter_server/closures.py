@@ -7,6 +7,7 @@ Cloudpickle, with these exceptions::
     Keras' losses
     tf.function                                    its Python function, wrapped again by the receiver
     tensors of TensorFlow, torch and JAX           arrays, converted to tensors by the receiver
+    tf.Variables and torch's Parameters            copies, which the receiver gets a list of
     code                                           with the name of its file; the lines of the script and of cells go
                                                    with it, for AutoGraph and tracebacks
 """
@@ -17,13 +18,15 @@ import linecache
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
 from typing import Any, final
 
 import cloudpickle
+import numpy as np
 
 from choros.arrays import adapter_of, framework_adapter
+from choros.comm import Array
 from choros.errors import ConfigError
 from choros.parameter_server.messages import Reference
 
@@ -52,11 +55,26 @@ def dumps(item: Any, reference: Callable[[Any], Reference | None]) -> bytes:
     return file.getvalue()
 
 
-def loads(pickled: Any, resolve: Callable[[Reference], Any]) -> Any:
-    """Unpickles the output of ``dumps``; ``resolve`` returns the objects of its references."""
+#: A framework's variable that a function has captured, as a worker has it, and its first value.
+Copy = tuple[Any, Array]
+
+
+def loads(pickled: Any, resolve: Callable[[Reference], Any], copies: list[Copy] | None = None) -> Any:
+    """Unpickles the output of ``dumps``; ``resolve`` returns the objects of its references. Adds to ``copies``."""
     unpickler = _Unpickler(io.BytesIO(pickled))
-    unpickler.resolve = resolve
+    unpickler.resolve, unpickler.copies = resolve, [] if copies is None else copies
     return unpickler.load()
+
+
+def check_unchanged(copies: Sequence[Copy], name: str) -> None:
+    """Raises if the function of this name has changed a variable that is a copy."""
+    for variable, first in copies:
+        if not np.array_equal(adapter_of(variable).to_host(variable), first):
+            raise ConfigError(
+                f"{name} has changed a {type(variable).__name__} of shape {first.shape} that it has captured or been "
+                "given: each worker has a copy of its own, which the chief does not see. Make it a weight of a Keras "
+                "model that is created within `with strategy.scope():`, or return the value."
+            )
 
 
 def name_of(item: Any) -> str:
@@ -82,9 +100,13 @@ class _Pickler(cloudpickle.Pickler):
                 "reduce_retracing": getattr(item, "_reduce_retracing", False),
             }
             return _tf_function, (item.python_function, options)
+        if package == "tensorflow" and isinstance(item, sys.modules[package].Variable) and item.trainable:
+            return _copied, item.__reduce__()
         framework, tensor = _TENSORS.get(package, ("", ""))
         if framework and isinstance(item, getattr(sys.modules[framework], tensor)):
-            return _tensor, (framework, adapter_of(item).to_host(item))
+            values = framework, adapter_of(item).to_host(item)
+            is_parameter = framework == "torch" and isinstance(item, sys.modules[framework].nn.Parameter)
+            return (_copied, (_tensor, values)) if is_parameter else (_tensor, values)
         if isinstance(item, CodeType):
             by_cloudpickle = cloudpickle.Pickler.dispatch_table[CodeType](item)[1]
             return _code, (by_cloudpickle, item.co_filename, _lines_of(item.co_filename))
@@ -102,6 +124,16 @@ class _Pickler(cloudpickle.Pickler):
 @final
 class _Unpickler(pickle.Unpickler):
     resolve: Callable[[Reference], Any]
+    copies: list[Copy]
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return self._note_copy if found is _copied else found
+
+    def _note_copy(self, create: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        variable = create(*arguments)
+        self.copies.append((variable, np.array(adapter_of(variable).to_host(variable))))
+        return variable
 
     def persistent_load(self, reference: Reference) -> Any:
         return self.resolve(reference)
@@ -118,6 +150,10 @@ def _code(by_cloudpickle: tuple[Any, ...], file: str, lines: list[str]) -> CodeT
     if lines and not os.path.exists(file):
         linecache.cache[file] = sum(map(len, lines)), None, lines, file
     return CodeType(*by_cloudpickle).replace(co_filename=file)
+
+
+def _copied(create: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return create(*arguments)
 
 
 def _tensor(framework: str, host: Any) -> Any:

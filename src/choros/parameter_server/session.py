@@ -189,8 +189,9 @@ class ServerSession:
 
     def push_assigned(self, variables: Sequence[Any] | None = None) -> None:
         """Sends what a function has assigned to these variables; at its end to all, such as batch norm's statistics."""
-        self._discover()
-        keys = list(self._agreed) if variables is None else [self.key_of(variable) for variable in variables]
+        if variables is None:
+            self._discover()
+        keys = list(self._agreed) if variables is None else map(self.key_of, variables)
         changed: dict[VariableKey, Array] = {}
         for key in [key for key in keys if key in self._agreed]:
             value, agreed = value_of(self._variables[key]), self._agreed[key]

@@ -36,7 +36,7 @@ class Worker:
         self._cluster = cluster
         self._exclusive = exclusive or nullcontext()
         self._session: ServerSession | None = None
-        self._functions: dict[bytes, Callable[..., Any]] = {}
+        self._functions: dict[bytes, tuple[Callable[..., Any], list[closures.Copy]]] = {}
         self._datasets: dict[int, Any] = {}
         self._defined: dict[Reference, int] = {}
         self._iterators: dict[tuple[int, int], Iterator[Any]] = {}
@@ -110,8 +110,9 @@ class Worker:
         try:
             for definition in message.definitions:
                 self._define(definition)
-            function = self._functions[message.function]
-            args, kwargs = closures.loads(message.arguments, self._resolve)
+            function, captured = self._functions[message.function]
+            copies = captured.copy()
+            args, kwargs = closures.loads(message.arguments, self._resolve, copies)
             for number, remote in remote_optimizers(self.objects).items():
                 if number in message.learning_rates:
                     remote.learning_rate = message.learning_rates[number]
@@ -124,6 +125,7 @@ class Worker:
             name = getattr(function, "__name__", type(function).__name__)
             with events.span(Kind.STEP_BEGUN, Kind.STEP_DONE, name):
                 result = function(*args, **kwargs)
+            closures.check_unchanged(copies, name)
             session.push_assigned()
             times = time.perf_counter() - began, page.waited - waited
             pickled = pickle.PickleBuffer(closures.dumps(result, self.objects.reference))
@@ -136,10 +138,11 @@ class Worker:
         if self._defined.get(definition.reference, -1) >= definition.revision:
             return  # sent with a function that failed
         with self.strategy.scope():
-            item = closures.loads(definition.pickled, self._resolve)
+            copies: list[closures.Copy] = []
+            item = closures.loads(definition.pickled, self._resolve, copies)
             match definition.reference:
                 case ("function", key):
-                    self._functions[key] = item
+                    self._functions[key] = item, copies
                 case ("dataset", number):
                     self._datasets[number] = item
                 case ("compiled", number):
