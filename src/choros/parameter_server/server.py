@@ -15,7 +15,12 @@ from choros.parameter_server.messages import Changed, Hello, Updated
 from choros.parameter_server.placement import Rows, Shard, SlotKey
 from choros.parameter_server.scope_objects import host
 from choros.parameter_server.slots import Slots
-from choros.training.keras_internals.models import count_step, exclude_from_weight_decay, trained_variables
+from choros.training.keras_internals.models import (
+    count_step,
+    drop_quietly,
+    exclude_from_weight_decay,
+    trained_variables,
+)
 from choros.transport.channel import Channel, ChannelClosed, Failure
 
 _log = logging.getLogger(__name__)
@@ -116,6 +121,7 @@ class _Optimizer:
             if not decays:
                 without_decay.append(variable)
         exclude_from_weight_decay(optimizer, without_decay)
+        drop_quietly(optimizer)
         slots = Slots(optimizer)
         slots.build(self._variables, optimizer.build)
         shards = dict(zip(map(id, self._variables), self._shards, strict=True))

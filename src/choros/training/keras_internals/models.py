@@ -122,6 +122,17 @@ def drop_empty_gradients(optimizer: Any, gradients: Any, variables: Any) -> Any:
     return optimizer._filter_empty_gradients(gradients, variables)
 
 
+def drop_quietly(optimizer: Any) -> None:
+    """Makes ``apply`` drop empty gradients without a warning, as where others have the rest of the variables."""
+
+    def drop(gradients: Any, variables: Any) -> Any:
+        kept = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
+        return [gradient for gradient, _ in kept], [variable for _, variable in kept]
+
+    # Bypasses Keras' attribute tracking: the function is not part of the optimizer.
+    object.__setattr__(optimizer, "_filter_empty_gradients", drop)
+
+
 def check_known(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raises Keras' error if a built optimizer does not train one of the ``variables``."""
     optimizer._check_variables_are_known(variables)
