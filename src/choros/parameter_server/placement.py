@@ -34,11 +34,6 @@ class SlotKey:
     index: int
     variable: VariableKey | None = None
 
-    @property
-    def is_count(self) -> bool:
-        """Whether it is the count of updates, the first of an optimizer's own."""
-        return self.variable is None and self.index == 0
-
 
 #: A model's number and the index of its variable, or an optimizer's slot.
 VariableKey = tuple[int, int] | SlotKey
@@ -51,6 +46,11 @@ class Shard:
     variable: VariableKey
     begin: int = 0
     end: int | None = None
+
+    @property
+    def is_count(self) -> bool:
+        """Whether it is an optimizer's count of updates, the first slot of its own."""
+        return isinstance(self.variable, SlotKey) and self.variable.index == 0 and self.variable.variable is None
 
 
 @dataclass(frozen=True)

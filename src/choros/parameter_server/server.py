@@ -92,7 +92,7 @@ class Shards:
 
     def _since(self, known: int, *, slots: bool) -> Changed:
         changed = [shard for shard, version in self._changed.items() if version > known]
-        requested = [shard for shard in changed if slots or not isinstance(shard.variable, SlotKey) or _counts(shard)]
+        requested = [shard for shard in changed if slots or shard.is_count or not isinstance(shard.variable, SlotKey)]
         return self._version, {shard: host(self._variables[shard]) for shard in requested}
 
 
@@ -159,10 +159,6 @@ def _slot(optimizer: int, index: int, parent: Shard | None) -> Shard:
     if parent is None:
         return Shard(SlotKey(optimizer, index))
     return replace(parent, variable=SlotKey(optimizer, index, parent.variable))
-
-
-def _counts(shard: Shard) -> bool:
-    return isinstance(shard.variable, SlotKey) and shard.variable.is_count
 
 
 def _update_of(optimizer: Any, compiled: bool) -> Callable[[list[Any]], None]:

@@ -219,7 +219,7 @@ class ServerSession:
             self._versions[server] = version
             self._received.update(changed)
             for shard, value in changed.items():
-                if isinstance(shard.variable, SlotKey) and shard.variable.is_count:
+                if isinstance(shard.variable, SlotKey) and shard.is_count:
                     number = shard.variable.optimizer
                     counts[number] = max(int(value), counts.get(number, 0))
         self.updates.update(counts)
