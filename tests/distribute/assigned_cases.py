@@ -165,7 +165,6 @@ def case_weights_that_functions_do_not_change_are_not_sent():
                 variable.assign(value)
         else:
             update(model, optimizer)
-        model.test_on_batch(X, Y)
 
     with cluster_of(workers=1) as strategy, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServerSession, "_assign", recording)
@@ -175,6 +174,7 @@ def case_weights_that_functions_do_not_change_are_not_sent():
         train(model)
         for _ in range(2):
             coordinator.schedule(step, (model, model.optimizer)).fetch()
+            coordinator.schedule(model.test_on_batch, (X, Y)).fetch()
         coordinator.join()
         chief = strategy.role.session
     assert all(session is chief for session, _ in sent)
