@@ -387,6 +387,19 @@ def case_transformations_that_need_all_parameters() -> None:
     of_tree = optax.stateless(lambda updates, _: jax.tree.map(jnp.add, updates, params))
     with pytest.raises(ConfigError, match=r"optax.MaskedNode\(\) for parameters of which a rank has no part"):
         hvd.distributed(of_tree, shard_state=True).init(params)
+
+    def numbered(updates: Any, _: Any) -> Any:
+        leaves, structure = jax.tree.flatten(updates)
+        return structure.unflatten([0.5**index * each for index, each in enumerate(leaves)])
+
+    for differs in (
+        numbered,
+        lambda updates, _: jax.tree.map(lambda each: each / len(jax.tree.leaves(updates)), updates),
+        lambda updates, _: jax.tree.map(lambda each: each / sum(x.size for x in jax.tree.leaves(updates)), updates),
+        lambda updates, _: jax.tree.map(lambda each: each * np.random.default_rng().random(), updates),
+    ):
+        with pytest.raises(ConfigError, match="is another one without some of the other parameters"):
+            hvd.distributed(optax.chain(optax.stateless(differs), optax.sgd(0.1)), shard_state=True).init(params)
     with pytest.raises(ConfigError, match="can be reduced with Average or Sum only"):
         hvd.distributed(optax.adam(0.1), shard_state=True, op=hvd.Max)
 

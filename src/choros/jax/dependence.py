@@ -12,11 +12,13 @@ A second trace has parameters of one item, in as many dimensions: if it is anoth
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from choros.errors import ConfigError
@@ -94,6 +96,62 @@ def works_by_item(tx: Any, params: Any) -> bool:
     return all(value.by_item for value in (*updates, *states))
 
 
+def programs_of_updates(tx: Any, params: Any) -> dict[str, int]:
+    """A number for the program of each parameter's first update, by the parameter's path: equal for equal programs.
+
+    >>> import optax
+    >>> params = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
+    >>> alone = programs_of_updates(optax.adam(0.1), {"b": params["b"]})
+    >>> programs_of_updates(optax.adam(0.1), params)["['b']"] == alone["['b']"]
+    True
+    """
+
+    def update(params: Any) -> Any:
+        return tx.update(params, tx.init(params), params)[0]
+
+    traced = jax.make_jaxpr(update)(params)
+    paths = paths_of(params)
+    return dict(zip(paths, _programs(traced.jaxpr, traced.consts, list(map(hash, paths))), strict=True))
+
+
+def _programs(jaxpr: Any, constants: Sequence[Any], given: Sequence[int]) -> list[int]:
+    """A number for the program of each result, from those of the arguments."""
+    known = dict(zip(jaxpr.invars, given, strict=True))
+    known |= {variable: _number_of(value) for variable, value in zip(jaxpr.constvars, constants, strict=True)}
+
+    def read(variable: Any) -> int:
+        return _number_of(variable.val) if isinstance(variable, Literal) else known[variable]
+
+    for step in jaxpr.eqns:
+        known.update(zip(step.outvars, _programs_of_results(step, list(map(read, step.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _programs_of_results(step: Any, arguments: list[int]) -> list[int]:
+    """The same for the results of one operation."""
+    name = step.primitive.name
+    if (called := called_by(step)) is not None:
+        return _programs(*called, arguments)
+    if name == "cond":
+        branches = [_programs(each.jaxpr, each.consts, arguments[1:]) for each in step.params["branches"]]
+        return [hash((arguments[0], *results)) for results in zip(*branches, strict=True)]
+    parameters = re.sub(r" at 0x\w+", "", str(step.params))  # functions have addresses
+    known = () if _is_number_of_all_ranks(step) else arguments
+    return [hash((name, parameters, position, *known)) for position, _ in enumerate(step.outvars)]
+
+
+def _number_of(value: Any) -> int:
+    if isinstance(value, jax.core.Tracer) or jnp.issubdtype(getattr(value, "dtype", bool), jax.dtypes.extended):
+        return id(value)
+    array = np.asarray(value)
+    return hash((array.shape, array.dtype.name, array.tobytes()))
+
+
+def _is_number_of_all_ranks(step: Any) -> bool:
+    """Whether an operation is the norm of ``clip_by_global_norm``."""
+    return step.primitive.name == "choros_host_call" and not any(each.aval.shape for each in step.outvars)
+
+
 def _check_alone(arrays: frozenset[int], what: str, paths: Sequence[str]) -> None:
     if len(arrays) < 2:
         return
@@ -162,15 +220,15 @@ def _values(jaxpr: Any, other: Any, given: Sequence[_Leaf]) -> list[_Leaf]:
 def _results(step: Any, its: Any, arguments: Sequence[_Leaf]) -> list[_Leaf]:
     """Returns the values of the results of one operation."""
     name, number = step.primitive.name, len(step.outvars)
-    if (called := called_by(step)) is not None:
-        return _values(called, called_by(its), arguments)
+    if (called := called_by(step)) is not None and (other := called_by(its)) is not None:
+        return _values(called[0], other[0], arguments)
     if name == "cond":
         chosen, *rest = arguments
         chosen = chosen._replace(by_item=not chosen.arrays)
         branches = zip(step.params["branches"], its.params["branches"], strict=True)
         of_branches = [_values(branch.jaxpr, other.jaxpr, rest) for branch, other in branches]
         return [_joined([chosen, *values]) for values in zip(*of_branches, strict=True)]
-    if name == "choros_host_call" and not any(each.aval.shape for each in step.outvars):  # clip_by_global_norm
+    if _is_number_of_all_ranks(step):
         return [_SAME_EVERYWHERE] * number
     if name.startswith(_RANDOM):
         return [_RANDOM_NUMBERS] * number

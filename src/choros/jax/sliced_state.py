@@ -12,6 +12,7 @@ ranks, a parameter w and Adam::
 Transformations that work item by item have even slices, and others whole arrays; ``dependence.py`` finds out.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,7 +26,7 @@ from choros.arrays import ArraySpec
 from choros.comm import Array, DType, ProcessSet, Reduction
 from choros.errors import ConfigError, NotInitializedError
 from choros.jax.collectives import paths_of
-from choros.jax.dependence import works_by_item
+from choros.jax.dependence import programs_of_updates, works_by_item
 from choros.jax.division import FILES, Division, SlicedState, of_models, refuse_slices, trained_of, with_slices
 from choros.jax.reduction import ADAPTER, GradientReduction
 from choros.parallel.objects import allgather_object
@@ -61,34 +62,37 @@ class SlicedUpdate:
         arrays = trained_of(params)
         if not self._reduction.reducer.active or not arrays:
             return None
-        with _of_slices(process_set, 0):
-            by_item = works_by_item(self._tx, params)
         communicator = process_set.communicator
         shapes = tuple((tuple(each.shape), np.dtype(each.dtype)) for each in arrays.values())
+        with _of_slices(process_set, 0):
+            division = Division(works_by_item(self._tx, params), communicator.rank, communicator.size, shapes)
+            self._check_without_some(params, list(arrays), division)
         self._reduction.layout = shapes
-        division = Division(by_item, communicator.rank, communicator.size, shapes)
-        self._check_without_some(params, list(arrays), division)
         return division
 
     def _check_without_some(self, params: Any, indices: Sequence[int], division: Division) -> None:
         """Checks that ``tx`` works on trees that lack arrays, on all ranks in the same way."""
         specs = [jax.ShapeDtypeStruct(*each) for each in division.params]
-        trees = [[spec if position % 2 == odd else None for position, spec in enumerate(specs)] for odd in (0, 1)]
+        halves = ([spec if position % 2 == odd else None for position, spec in enumerate(specs)] for odd in (0, 1))
+        trees: list[list[Any]] = [specs, *halves]
         if any(all(start == stop for start, stop in of_rank) for of_rank in zip(*division.ranges, strict=True)):
             trees.append([None] * len(specs))
 
-        def step(params: Any) -> Any:
-            return self._tx.update(params, self._tx.init(params), params)
-
         try:
-            for each in trees:
-                jax.eval_shape(step, with_slices(params, indices, each))
+            whole, *others = (programs_of_updates(self._tx, with_slices(params, indices, each)) for each in trees)
         except Exception as error:
             raise ConfigError(
                 "shard_state=True applies the transformation to trees that have optax.MaskedNode() for parameters of "
                 f"which a rank has no part; with these it raised {type(error).__name__}: {error}. Give it no other "
                 "trees of arrays than those that init() and update() receive, or leave shard_state out."
             ) from error
+        for path, program in itertools.chain(*(each.items() for each in others)):
+            if whole[path] != program:
+                raise ConfigError(
+                    f"shard_state=True: the update of {path} is another one without some of the other parameters, of "
+                    "which each rank has some only: the transformation counts them, numbers them, or makes something "
+                    "else each time it is traced. Leave shard_state out."
+                )
 
     def update(self, updates: Any, state: Any, params: Any = None, *, examples: Any = 1, **extra_args: Any) -> Any:
         """Returns the updates of all parameters, and this rank's new state."""

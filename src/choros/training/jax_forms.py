@@ -92,11 +92,11 @@ def differentiation(factor_of: Callable[[Any], Any]) -> tuple[Any, dict[str, Any
     return jax, {"value_and_grad": value_and_grad, "grad": scaling(jax.grad, with_value=False)}
 
 
-def called_by(equation: Any) -> Any:
-    """The program that an operation calls with its last arguments; ``None`` if it does something else."""
+def called_by(equation: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The program that an operation calls with its last arguments, and its constants; ``None`` if it calls none."""
     names = ("jaxpr", "call_jaxpr", "fun_jaxpr") if equation.primitive.name in _CALLS else ()
     inner = next((equation.params[each] for each in names if each in equation.params), None)
-    return getattr(inner, "jaxpr", inner)
+    return None if inner is None else (getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()))
 
 
 @final
@@ -130,7 +130,8 @@ class _ReadProgram:
 
     def _step(self, equation: Any, operands: list[ValueForm]) -> list[ValueForm]:
         name, parameters = equation.primitive.name, equation.params
-        if (jaxpr := called_by(equation)) is not None:
+        if (called := called_by(equation)) is not None:
+            jaxpr, _ = called
             given = operands[len(operands) - len(jaxpr.invars) :]
             return self._run(jaxpr, given, [self._reading.leaf(each.aval.shape) for each in jaxpr.constvars])
         shapes = [getattr(each.aval, "shape", ()) for each in equation.outvars]
