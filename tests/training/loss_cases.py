@@ -19,6 +19,7 @@ import pytest
 import choros
 import choros.keras as hvd
 from choros import distribute
+from choros.errors import ConfigError
 from choros.parallel.objects import broadcast_object
 from ranks.reference import of_one_rank
 from training.matrix_cases import OwnStep, apply_gradients
@@ -533,6 +534,134 @@ class TwoSums(keras.Model):
 
 def case_a_mean_and_a_sum_in_one_line():
     check(lambda: of_sums(TwoSums, loss=total), numbers(N, FEATURES), numbers(N, 2), evaluate=False)
+
+
+def jax_step(gradients_of: Callable[..., Any]) -> Make:
+    """A model with a ``train_step`` of JAX that applies the gradients that a function of weights, x and y returns."""
+
+    class Step(keras.Model):
+        def train_step(self, state, data):
+            trainable, others, moments, metrics = state
+
+            def predict(weights, x):
+                return self.stateless_call(weights, others, x, training=True)[0]
+
+            gradients = gradients_of(predict, trainable, *data)
+            trainable, moments = self.optimizer.stateless_apply(moments, gradients, trainable)
+            return {"done": keras.ops.ones(())}, (trainable, others, moments, metrics)
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        x = keras.Input((FEATURES,))
+        model = Step(x, keras.layers.Dense(2)(keras.layers.Dense(6, "tanh")(x)))
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    return make
+
+
+def total_of(weights, predict, x, y):
+    return total(y, predict(weights, x))
+
+
+def case_gradients_of_a_sum_in_jaxs_ways():
+    import jax
+    from jax import grad, value_and_grad  # past what choros replaces while a step is compiled
+
+    made_before = jax.value_and_grad(total_of)
+
+    def by_vjp(predict, weights, x, y):
+        loss, pull = jax.vjp(lambda weights: total_of(weights, predict, x, y), weights)
+        return pull(keras.ops.ones_like(loss))[0]
+
+    def in_parts(predict, weights, x, y):
+        def add(gradients, part):
+            return jax.tree.map(jax.numpy.add, gradients, grad(total_of)(weights, predict, *part)), None
+
+        parts = [each.reshape(2, -1, each.shape[-1]) for each in (x, y)]
+        return jax.lax.scan(add, jax.tree.map(jax.numpy.zeros_like, weights), parts)[0]
+
+    def by_its_own_rule(predict, weights, x, y):
+        loss = jax.custom_vjp(lambda weights: total_of(weights, predict, x, y))
+        loss.defvjp(lambda weights: made_before(weights, predict, x, y), lambda own, g: ([g * each for each in own],))
+        return jax.grad(loss)(weights)
+
+    for way in (
+        by_its_own_rule,
+        lambda predict, weights, x, y: grad(total_of)(weights, predict, x, y),
+        lambda predict, weights, x, y: value_and_grad(total_of)(weights, predict, x, y)[1],
+        lambda predict, weights, x, y: made_before(weights, predict, x, y)[1],
+        by_vjp,
+    ):
+        check(jax_step(way), numbers(N, FEATURES), numbers(N, 2), evaluate=False, epochs=1)
+    check(jax_step(in_parts), numbers(48, FEATURES), numbers(48, 2), evaluate=False, epochs=1)
+
+
+def case_gradients_of_which_no_loss_is_seen_are_said():
+    import jax
+
+    def of_predictions(predict, weights, x, y):
+        predicted, pull = jax.vjp(lambda weights: predict(weights, x), weights)
+        return pull((predicted - y) / len(x))[0]
+
+    make = jax_step(of_predictions)
+    with strategy().scope():
+        model = make()
+    first = choros.rank() == 0
+    with pytest.warns(UserWarning, match="has not seen") if first else contextlib.nullcontext() as found:
+        fit(model, numbers(48, FEATURES), numbers(48, 2))
+    if found is not None:
+        assert len([each for each in found if "has not seen" in str(each.message)]) == 1
+
+
+def case_gradients_of_each_example_with_as_many_numbers_as_rows():
+    import jax
+
+    def of_each(predict, weights, x, y):
+        def gradient(x, y):
+            return jax.grad(total_of)(weights, lambda weights, x: predict(weights, x[None])[0], x, y)
+
+        return [each.mean(0) for each in jax.vmap(gradient)(x, y)]
+
+    check(jax_step(of_each), numbers(12, FEATURES), numbers(12, 2), evaluate=False, epochs=1, batch_size=4)
+
+
+def case_constants_with_as_many_numbers_as_one_rank_or_all_have_rows():
+    class Weighted(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.ops.einsum("ij,j->", keras.ops.square(y - y_pred), keras.ops.convert_to_tensor([0.1, 0.2]))
+
+    for rows in (4, 5):
+        check(lambda: of_sums(Weighted), numbers(4 * rows, FEATURES), numbers(4 * rows, 2), epochs=1, batch_size=rows)
+
+
+def case_a_step_that_has_one_number_of_rows():
+    """It cannot be read with another one."""
+    import jax
+
+    def of_these(predict, weights, x, y):
+        if len(x) not in (BATCH, BATCH // hvd.size()):
+            raise ValueError(len(x))
+        return jax.grad(total_of)(weights, predict, x, y)
+
+    check(jax_step(of_these), numbers(48, FEATURES), numbers(48, 2), evaluate=False, epochs=1)
+
+
+def case_a_loss_in_jaxs_checkpoint():
+    import jax
+
+    def checkpointed(reduction):
+        def gradients(predict, weights, x, y):
+            return jax.grad(jax.checkpoint(lambda weights: MSE(reduction=reduction)(y, predict(weights, x))))(weights)
+
+        return jax_step(gradients)
+
+    x, y = numbers(48, FEATURES), numbers(48, 2)
+    check(checkpointed("mean"), x, y, evaluate=False, epochs=1)
+    with strategy().scope():
+        model = checkpointed("sum")()
+    with pytest.raises(ConfigError, match=r"jax\.checkpoint cannot contain"):
+        fit(model, x, y)
 
 
 def case_compute_loss_that_is_a_sum():

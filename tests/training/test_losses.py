@@ -25,6 +25,12 @@ ON_SOME = {
     "case_a_mean_and_a_sum_in_one_line": "torch tensorflow",
     "case_gradient_of_a_sum": "torch tensorflow",  # JAX's step gives its metric a number
     "case_added_loss_that_is_a_sum_beside_a_compute_loss_of_the_users": "torch jax",
+    "case_gradients_of_a_sum_in_jaxs_ways": "jax",
+    "case_gradients_of_which_no_loss_is_seen_are_said": "jax",
+    "case_gradients_of_each_example_with_as_many_numbers_as_rows": "jax",
+    "case_a_step_that_has_one_number_of_rows": "jax",
+    "case_a_loss_in_jaxs_checkpoint": "jax",
+    "case_constants_with_as_many_numbers_as_one_rank_or_all_have_rows": "jax",
     "case_parts_of_which_one_is_summed": "torch",
     # Keras' trainer on JAX has the state of one optimizer.
     "case_two_optimizers": "torch tensorflow",

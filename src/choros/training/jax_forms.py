@@ -1,7 +1,10 @@
 """How losses in JAX depend on the rows (``forms.py``), read from the program that computes them; gradients."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -26,6 +29,10 @@ _RANDOM = frozenset(("random_bits", "rng_bit_generator", "rng_uniform", "threefr
 _CALLS = frozenset(
     ("checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat", "remat2")
 )
+#: Prime numbers that seldom divide the number of anything else; and how many of these parts a step's rows have.
+_UNUSUAL, _PARTS = (29, 31, 37, 41, 43, 47, 53, 59), 8
+#: Whether what is differentiated is a part of something that is: the factor is that of the whole.
+_is_inner: ContextVar[bool] = ContextVar("is_inner", default=False)
 
 
 @final
@@ -35,7 +42,6 @@ class LossProgram:
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    named: Mapping[str, Any] = field(default_factory=dict)
     weights: tuple[int, ...] = ()
 
 
@@ -67,29 +73,57 @@ def forms_of_marked(program: LossProgram, rows: frozenset[int]) -> dict[str, For
     return _ReadProgram(program, rows).marked
 
 
-def differentiation(factor_of: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
-    """What to replace so that gradients of a program are multiplied by ``factor_of`` it, if there is a factor."""
+def with_other_rows(arguments: Sequence[Any], rows: frozenset[int]) -> tuple[tuple[Any, ...], frozenset[int]]:
+    """A step's arguments, of which the last one is the batch, as if this had other ``rows``; and the numbers that these
+    and their parts (halves, …) have: what nothing else should have, the same on all ranks.
+    """
+    shapes = [each.shape for each in jax.tree.leaves(arguments[:-1])]
+    shapes += [each.shape[1:] for each in jax.tree.leaves(arguments[-1])]
+    free = (each for each in _UNUSUAL if all(length % each or not length for shape in shapes for length in shape))
+    others = dict(zip(sorted(rows), free, strict=False))
 
-    def scaling(own: Callable[..., Any], *, with_value: bool) -> Callable[..., Any]:
-        def differentiate(function: Any, argnums: Any = 0, has_aux: bool = False, *args: Any, **kwargs: Any) -> Any:
-            differentiated = own(function, argnums, has_aux, *args, **kwargs)
-            weights = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    def with_rows(leaf: Any) -> Any:
+        length, *rest = leaf.shape or (None,)
+        return jax.ShapeDtypeStruct((_PARTS * others[length], *rest), leaf.dtype) if length in others else leaf
 
-            def call(*given: Any, **named: Any) -> Any:
-                result = differentiated(*given, **named)
-                factor = factor_of(LossProgram(function, given, named, weights))
-                if factor is None:
-                    return result
-                gradients = result[1] if with_value else result[0] if has_aux else result
-                scaled = jax.tree.map(lambda each: each * factor.astype(each.dtype), gradients)
-                return (result[0], scaled) if with_value else (scaled, result[1]) if has_aux else scaled
+    numbers = [part * each for each in others.values() for part in (1, 2, 4, _PARTS)]
+    return (*arguments[:-1], jax.tree.map(with_rows, arguments[-1])), frozenset(numbers or rows)
 
-            return call
 
-        return differentiate
+def differentiation(factor_of: Callable[[Any], Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """What to replace so that gradients of a program are multiplied by ``factor_of`` it, if there is a factor: what
+    functions call that ``jax.grad`` and ``jax.value_and_grad`` have returned, whenever that was.
+    """
+    api: Any = sys.modules[jax.vjp.__module__]
+    name = "_vjp" if hasattr(api, "_vjp") else "vjp"  # in older versions, jax.vjp calls it, too
+    own = getattr(api, name)
 
-    value_and_grad = scaling(jax.value_and_grad, with_value=True)
-    return jax, {"value_and_grad": value_and_grad, "grad": scaling(jax.grad, with_value=False)}
+    def vjp(function: Any, *given: Any, **options: Any) -> Any:
+        if _is_inner.get():
+            return own(function, *given, **options)
+        factor = None
+        with _inner():
+            loss, pull, *others = own(function, *given, **options)
+            if getattr(loss, "shape", None) == ():
+                called = getattr(function, "call_wrapped", function)
+                factor = factor_of(LossProgram(called, given, weights=tuple(range(len(given)))))
+        return loss, pull if factor is None else jax.tree_util.Partial(_scaled, pull, factor), *others
+
+    return [(api, {name: vjp}), *([(jax, {name: vjp})] if name == "vjp" else [])]
+
+
+def _scaled(pull: Any, factor: Any, gradient: Any) -> Any:
+    with _inner():
+        return pull(gradient * factor.astype(gradient.dtype))
+
+
+@contextmanager
+def _inner() -> Iterator[None]:
+    token = _is_inner.set(True)
+    try:
+        yield
+    finally:
+        _is_inner.reset(token)
 
 
 def called_by(equation: Any) -> tuple[Any, Sequence[Any]] | None:
@@ -106,7 +140,7 @@ class _ReadProgram:
     def __init__(self, program: LossProgram, rows: frozenset[int]) -> None:
         self._reading = Reading(rows)
         self.marked: dict[str, Form | None] = {}
-        traced = jax.make_jaxpr(lambda arguments: program.function(*arguments, **program.named))(program.arguments)
+        traced = jax.make_jaxpr(lambda arguments: program.function(*arguments))(program.arguments)
         numbered = [position for position, each in enumerate(program.arguments) for _ in jax.tree.leaves(each)]
         given = [
             ValueForm(each.aval.shape) if position in program.weights else self._reading.leaf(each.aval.shape)

@@ -42,7 +42,7 @@ from choros.training.keras_internals.models import read_gathered_rows_only
 from choros.training.replaced import replaced
 from choros.training.sliced_state import ELSEWHERE, Slices
 from choros.training.variables import overwrite, value_of
-from choros.training.weighting import correction, current_step
+from choros.training.weighting import correction, current_step, warn_of_unseen
 from choros.training.whole_state import WholeState
 
 if keras.backend.backend() == "tensorflow":  # before a step is traced
@@ -199,6 +199,8 @@ class OptimizerReducer:
             if factor != 1:
                 gradients = [None if g is None else scaled(g, factor, v) for g, v in pairs]
             return gradients if self.slices is None else self.slices.cut(gradients, variables)
+        if step is not None:
+            warn_of_unseen(step)
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
         shared = [index for index in given if not self.is_local(variables[index])] if self.local else given
         own, trained = [gradients[i] for i in shared], [variables[i] for i in shared]

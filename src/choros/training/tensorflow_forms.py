@@ -65,7 +65,7 @@ def total(loss: Any, rows: frozenset[int]) -> Form | None:
     return value.total
 
 
-def differentiation(factor_of: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
+def differentiation(factor_of: Callable[[Any], Any]) -> list[tuple[Any, dict[str, Any]]]:
     """What to replace so that weights' gradients of a tensor are multiplied by ``factor_of(tensor)``, if any."""
     own = tf.GradientTape.gradient
 
@@ -90,7 +90,7 @@ def differentiation(factor_of: Callable[[Any], Any]) -> tuple[Any, dict[str, Any
             output_gradients = None if all(each is None for each in seeds) else seeds
         return own(tape, target, sources, output_gradients, unconnected_gradients)
 
-    return tf.GradientTape, {"gradient": gradient}
+    return [(tf.GradientTape, {"gradient": gradient})]
 
 
 @final

@@ -185,7 +185,7 @@ def total(loss: Any, rows: frozenset[int]) -> Form | None:
     return _current.value_of(loss).total if _current is not None and loss in _current.values else None
 
 
-def differentiation(factor_of: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
+def differentiation(factor_of: Callable[[Any], Any]) -> list[tuple[Any, dict[str, Any]]]:
     """What to replace so that weights' gradients of a tensor are multiplied by ``factor_of(tensor)``, if any."""
     own_backward, own_grad = torch.autograd.backward, torch.autograd.grad
 
@@ -206,7 +206,7 @@ def differentiation(factor_of: Callable[[Any], Any]) -> tuple[Any, dict[str, Any
         of_weights = any(isinstance(each, torch.nn.Parameter) for each in listed(inputs))
         return own_grad(scaled(outputs) if of_weights else outputs, inputs, *args, **kwargs)
 
-    return torch.autograd, {"backward": backward, "grad": grad}
+    return [(torch.autograd, {"backward": backward, "grad": grad})]
 
 
 def _number(name: str, given: Mapping[str, Any]) -> float | None:

@@ -350,7 +350,7 @@ class Steps:
                 absent = examples == 0 if may_lack else False
 
                 def run(*args: Any) -> Any:
-                    if absent is False:
+                    if absent is False or current_step() is not this:  # ``try_step`` gives it rows
                         return own(*args)
                     return step_without_rows(model, own, args, absent, lambda: self._assigned_alone)
 

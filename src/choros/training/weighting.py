@@ -38,6 +38,7 @@ import numpy as np
 from choros.arrays import ArraySpec, framework_adapter
 from choros.comm import Array, Communicator, ProcessSet, Reduction, Request
 from choros.comm.request import CollectiveSpec, caller
+from choros.errors import ConfigError
 from choros.training.forms import CONSTANT, MEAN, SUM, Dependence, Form
 from choros.training.keras_internals.fit import apply_mask, reductions
 from choros.training.replaced import replaced
@@ -49,6 +50,12 @@ _FIRST_STEPS = 16
 _SCALAR = ArraySpec((), np.dtype(np.float32))
 #: From the examples and a number of this rank, what it computes together with the others.
 _Exchange = Callable[[Communicator, int, float], float]
+_CHECKPOINT = (
+    "jax.checkpoint cannot contain what ranks exchange numbers for: losses that are sums or that have weights or "
+    "masks, and batch normalization over all ranks. Leave these out of it, as in loss(y, jax.checkpoint(predict)(x))."
+)
+#: The modules that call training steps.
+_CALLERS = ("choros.training.trainer", "choros.training.absent_rows")
 #: In place of ``_calls``, of what has a name in its step.
 _NO_CALLS = (0, 0)
 _NUMBER, _ROWS = "the result of a loss function", "the rows of a loss function's result"
@@ -86,11 +93,14 @@ class ModelStep:
             return self.examples
         return min(self.examples, 1) if isinstance(self.examples, int) else keras.ops.minimum(self.examples, 1)
 
-    def again(self, marked: dict[str, str | None] | None = None) -> ModelStep:
+    @property
+    def weighs_gradients(self) -> bool:
+        """Whether gradients are those of losses that the user's own training step computes."""
+        return self.trains and self.weighted and "train_step" in self.own_methods
+
+    def again(self, **changes: Any) -> ModelStep:
         """The same step, to be traced once more."""
-        return replace(
-            self, numbers=itertools.count(1), calls=Counter(), marked=self.marked if marked is None else marked
-        )
+        return replace(self, numbers=itertools.count(1), calls=Counter(), **changes)
 
 
 _current: ModelStep | None = None
@@ -109,28 +119,38 @@ def run_step(step: ModelStep) -> Iterator[None]:
             for owner, values in _replacements():
                 stack.enter_context(replaced(owner, **values))
             stack.enter_context(_noted(step))
-        yield
+        try:
+            yield
+        except NotImplementedError as error:
+            if "`checkpoint`/`remat`" not in str(error):
+                raise
+            raise ConfigError(_CHECKPOINT) from error
 
 
 @functools.cache
 def _replacements() -> list[tuple[Any, dict[str, Any]]]:
     own = reductions(_reduce_loss, _reduce_samples, _sum_added, _compute_loss)
-    return [*own, _forms().differentiation(_factor_of_gradients)]
+    return [*own, *_forms().differentiation(_factor_of_gradients)]
 
 
 def try_step(step: ModelStep, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Traces, and does not run, a step to find which losses are sums over the rows: on JAX only its program tells."""
+    """Traces, and does not run, a step to find which losses are sums over the rows: on JAX only its program tells. It
+    is given a number of rows that tells rows from all else, on all ranks, unless it works with this rank's number only.
+    """
     tried = ("tried", step.trains)
     if step.of_all_ranks or tried in step.decided or keras.backend.backend() != "jax":
         return
-    marked: dict[str, str | None] = {}
-    with _in_place(step.again(marked)):
-        program = _forms().LossProgram(run, arguments, weights=(0,))
-        forms = _read(lambda: _forms().forms_of_marked(program, step.rows)) or {}  # none, if it only runs eagerly
-    for name, line in marked.items():
-        form = forms.get(name) or (SUM if name.startswith(_ROWS) else None)
-        step.decided[name, step.trains, _NO_CALLS] = _decide(step, form, name, line)
     step.decided[tried] = True
+    for given, rows in (_forms().with_other_rows(arguments, step.rows), (arguments, step.rows)):
+        marked: dict[str, str | None] = {}
+        with _in_place(step.again(marked=marked, rows=rows, examples=max(rows))):
+            program = _forms().LossProgram(run, given, weights=(0,))
+            forms = _read(functools.partial(_forms().forms_of_marked, program, rows))
+        if forms is not None:
+            break
+    for name, line in marked.items():
+        form = (forms or {}).get(name) or (SUM if name.startswith(_ROWS) else None)  # none, if it only runs eagerly
+        step.decided[name, step.trains, _NO_CALLS] = _decide(step, form, name, line)
 
 
 @contextmanager
@@ -271,9 +291,9 @@ def _added(step: ModelStep, loss: Any) -> Any:
 def _factor_of_gradients(target: Any) -> Any:
     """The factor of the gradients of ``target``, of a vector those of its sum; ``None`` for 1."""
     step = step_of_this_thread()
-    if step is None or step.marked is not None or not (step.trains and step.weighted):
+    if step is None or not step.weighs_gradients:
         return None
-    if "train_step" not in step.own_methods or not _is_sum(step, target, "a loss of the training step", by_calls=True):
+    if not _is_sum(step, target, "a loss of the training step", by_calls=True) or step.marked is not None:
         return None
     return _exchanged(step, keras.ops.convert_to_tensor(step.examples, "int32"), _of_sum)
 
@@ -380,6 +400,11 @@ _HOW = (
     "Keras' with a reduction, or a metric by a keras.metrics.Metric that adds what it needs; see Losses in "
     "docs/training.md."
 )
+_UNSEEN = (
+    "choros has not seen how the gradients of this training step were computed, and counts them as those of a mean "
+    "over the rows of the batch: those of a sum would be wrong. Let the step itself call jax.grad, jax.value_and_grad "
+    "or, of one number, jax.vjp, by this name; see Losses in docs/training.md."
+)
 
 
 def _is_sum(step: ModelStep, loss: Any, what: str, *, by_calls: bool = False) -> bool:
@@ -387,7 +412,7 @@ def _is_sum(step: ModelStep, loss: Any, what: str, *, by_calls: bool = False) ->
     key = (what, step.trains, _calls(step) if by_calls else _NO_CALLS)
     if key in step.decided:
         return bool(step.decided[key])
-    with _in_place(step.again()):  # a program that is read is traced once more
+    with _in_place(step.again(marked=None if step.marked is None else {})):  # a program is traced once more
         form = _read(lambda: _forms().total(loss, step.rows))
     if form is None and _is_of_rows(getattr(loss, "shape", ()), step.rows):
         form = SUM
@@ -399,12 +424,24 @@ def _is_sum(step: ModelStep, loss: Any, what: str, *, by_calls: bool = False) ->
 
 def _decide(step: ModelStep, form: Form | None, what: str, line: str | None) -> bool:
     """Whether a loss of this form is a sum over the rows; if it is neither that nor a mean, a warning says so."""
-    if step.trains and form not in (CONSTANT, MEAN, SUM) and step.process_set.rank() == 0:
-        file, _, number = (line or ":1").rpartition(":")
+    if step.trains and form not in (CONSTANT, MEAN, SUM):
         is_other = form is not None and form.kind is Dependence.OTHER
-        text = f"{what}: {_OTHER if is_other else _UNKNOWN}, {_HOW}"
-        warnings.warn_explicit(text, UserWarning, file or "<choros>", int(number))
+        _warn(step, f"{what}: {_OTHER if is_other else _UNKNOWN}, {_HOW}", line)
     return form == SUM
+
+
+def warn_of_unseen(step: ModelStep) -> None:
+    """Warns once if a training step of the user's own reduces gradients, and choros has seen no loss of theirs."""
+    if step.weighs_gradients and not step.calls and step.marked is None and keras.backend.backend() == "jax":
+        if _UNSEEN not in step.decided:
+            _warn(step, _UNSEEN, caller())
+        step.decided[_UNSEEN] = True
+
+
+def _warn(step: ModelStep, text: str, line: str | None) -> None:
+    if step.process_set.rank() == 0:
+        file, _, number = (line or ":1").rpartition(":")
+        warnings.warn_explicit(text, UserWarning, file or "<choros>", int(number))
 
 
 def _is_unsure(rows: frozenset[int]) -> bool:
@@ -440,7 +477,7 @@ def _calls(step: ModelStep) -> tuple[int, int]:
     """A number for the calls, since the step began, that have led here, and how often they have in this step."""
     frame: FrameType | None = sys._getframe(1)
     calls = []
-    while frame is not None and frame.f_globals.get("__name__") != "choros.training.trainer":
+    while frame is not None and frame.f_globals.get("__name__") not in _CALLERS:
         calls.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     number = hash(tuple(calls))
