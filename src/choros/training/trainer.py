@@ -350,7 +350,8 @@ class Steps:
                 absent = examples == 0 if may_lack else False
 
                 def run(*args: Any) -> Any:
-                    if absent is False or current_step() is not this:  # ``try_step`` gives it rows
+                    running: Any = current_step()
+                    if absent is False or (running is not this and running.examples):  # rows that it is tried with
                         return own(*args)
                     return step_without_rows(model, own, args, absent, lambda: self._assigned_alone)
 

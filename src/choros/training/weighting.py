@@ -432,10 +432,10 @@ def _decide(step: ModelStep, form: Form | None, what: str, line: str | None) -> 
 
 def warn_of_unseen(step: ModelStep) -> None:
     """Warns once if a training step of the user's own reduces gradients, and choros has seen no loss of theirs."""
-    if step.weighs_gradients and not step.calls and step.marked is None and keras.backend.backend() == "jax":
-        if _UNSEEN not in step.decided:
-            _warn(step, _UNSEEN, caller())
+    is_seen = step.calls or step.marked is not None or _UNSEEN in step.decided or keras.backend.backend() != "jax"
+    if step.weighs_gradients and not is_seen:
         step.decided[_UNSEEN] = True
+        _warn(step, _UNSEEN, caller())
 
 
 def _warn(step: ModelStep, text: str, line: str | None) -> None:
