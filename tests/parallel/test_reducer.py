@@ -84,6 +84,15 @@ def test_infinities_and_nan_reach_all_ranks_without_a_warning() -> None:
         assert np.isnan(train([[(np.inf, 1)], [(-np.inf, 1)]], compressor=compressor)).all()
 
 
+def test_gradients_are_divided_before_they_are_made_narrower() -> None:
+    def rank_main(process_set: ProcessSet) -> float:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, compressor=Compression.fp16))
+        (mean,) = reducer.reduce([np.full(3, 1e5 * process_set.rank(), np.float32)], examples=1)
+        return float(mean[0])
+
+    assert on_threads(2, rank_main) == [pytest.approx(5e4, rel=1e-3)] * 2  # 1e5 is more than float16 has
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_overflow_of_the_wire_dtype_is_an_infinity_without_a_warning(steps: int) -> None:
     batches = [[(1e6, 1)] * steps, [(1.0, 1)] * steps]
@@ -275,6 +284,17 @@ def test_joined_rank_follows_several_reducers_in_the_order_of_the_others() -> No
         return reduced
 
     assert on_threads(2, rank_main) == [[[2.0, 2.0], [2.0, 2.0]], [[], []]]
+
+
+def test_a_rank_with_a_batch_in_the_last_step_comes_before_heirs() -> None:
+    def rank_main(process_set: ProcessSet) -> int | None:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set))
+        if process_set.rank() == 0:
+            reducer.reduce(gradients(2.0), examples=1)
+        join(process_set.communicator, reducer.participation(layout_of(gradients(0))))
+        return reducer.last_active(heirs=[1])
+
+    assert on_threads(2, rank_main) == [0, 0]
 
 
 def test_joined_rank_has_the_gradients_of_buckets_in_their_order() -> None:

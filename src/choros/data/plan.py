@@ -156,6 +156,8 @@ class Ledger:
         >>> ledger = Ledger.of_epoch(0, size=2).lost({0: 0})
         >>> ledger.has_place(lambda shard, shards: 4), ledger.stepped(4).has_place(lambda shard, shards: 4)
         (True, False)
+        >>> ledger.stepped(4).has_place(lambda shard, shards: 4 + shard)
+        False
         """
         owned, free = set[bool](), set[bool]()
         for lot in self.lots:
