@@ -119,8 +119,6 @@ def case_spectral_normalization_like_on_one_device():
 
 
 def case_variables_that_functions_capture_must_not_change():
-    if FRAMEWORK == "jax":
-        pytest.skip("JAX has no variables")
     if FRAMEWORK == "tensorflow":
         import tensorflow as tf
 

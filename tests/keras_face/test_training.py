@@ -8,6 +8,7 @@ ON_SOME = {
     "case_best_model_is_saved_by_one_rank_and_loads_without_choros": "torch",
     "case_an_optimizer_before_init_is_an_error": "torch",
     "case_shard_of_tf_data": "tensorflow",
+    "case_a_normalization_that_one_rank_has_adapted": "tensorflow jax",  # PyTorch's ranks have no TensorFlow for it
     "case_shard_of_a_torch_data_loader": "torch",
     "case_shard_of_a_shuffled_torch_data_loader_sees_each_example_once": "torch",
     "case_shard_of_a_torch_stream": "torch",

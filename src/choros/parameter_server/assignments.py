@@ -43,7 +43,7 @@ class _Noted:
         return super().assign(value)  # type: ignore[misc]
 
 
-def value_of(variable: Any) -> Array | None:
+def copy_of(variable: Any) -> Array | None:
     """Returns a copy of a variable's value, also while a function is traced; ``None`` if JAX has given it away."""
     import keras
 

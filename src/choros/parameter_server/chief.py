@@ -30,7 +30,7 @@ from choros.parameter_server.cluster import Cluster, TaskConnection
 from choros.parameter_server.jobs import wait_for_end
 from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Report, Run, StartJob
 from choros.parameter_server.optimizer import remote_optimizers
-from choros.parameter_server.placement import Partition
+from choros.parameter_server.placement import Partition, VariableKey
 from choros.parameter_server.queue import Clocks, Closure, ClosureQueue, WorkerTimes
 from choros.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue
 from choros.parameter_server.scope_objects import ScopeObjects
@@ -317,16 +317,19 @@ class Definitions:
         """What a worker is to have besides, when it has the rest: how a model is compiled, or an optimizer's models."""
         import keras
 
-        from choros.training.keras_internals.models import trained_variables
-
         tag, number = reference
         if tag != "created":
             return set()
         if self._objects.last_compile(number) is not None:
             return {("compiled", number)}
         item = self._objects.resolve(reference)
-        keys = self._session.keys_of(trained_variables(item)) if isinstance(item, keras.optimizers.Optimizer) else ()
+        keys = self._trained_by(item) if isinstance(item, keras.optimizers.Optimizer) else ()
         return {("created", key[0]) for key in keys if isinstance(key, tuple)}
+
+    def _trained_by(self, optimizer: Any) -> tuple[VariableKey, ...]:
+        from choros.training.keras_internals.models import trained_variables
+
+        return self._session.keys_of(trained_variables(optimizer))
 
     def _definition(self, reference: Reference) -> tuple[Definition, frozenset[Reference]]:
         revision = self._objects.revisions.get(reference, 0)
@@ -372,10 +375,8 @@ class Definitions:
         """
         import keras
 
-        from choros.training.keras_internals.models import trained_variables
-
         if isinstance(item, keras.optimizers.Optimizer):
-            created = item, (self._session.undecayed(item), self._session.keys_of(trained_variables(item)))
+            created = item, (self._session.undecayed(item), self._trained_by(item))
             return self._dumps(created, lambda part: None if part is item else self._reference(part))
         shared = self._objects.shared_layers(item)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from choros.comm import Array
 from choros.errors import ConfigError
-from choros.parameter_server.assignments import note_assignments, value_of
+from choros.parameter_server.assignments import copy_of, note_assignments
 from choros.parameter_server.cluster import Servers
 from choros.parameter_server.messages import Changed, Updated
 from choros.parameter_server.placement import (
@@ -181,7 +181,7 @@ class ServerSession:
             return
         if key not in self._agreed:
             self._briefly.add(key)
-            self._agreed[key] = value_of(variable)
+            self._agreed[key] = copy_of(variable)
             if key in self._pushed:  # on JAX perhaps at this moment, by a function that still runs
                 self._agreed[key] = self._pushed[key]
         if compiled:
@@ -194,7 +194,7 @@ class ServerSession:
         keys = list(self._agreed) if variables is None else map(self.key_of, variables)
         changed: dict[VariableKey, Array] = {}
         for key in [key for key in keys if key in self._agreed]:
-            value, agreed = value_of(self._variables[key]), self._agreed[key]
+            value, agreed = copy_of(self._variables[key]), self._agreed[key]
             if value is not None and (agreed is None or not np.array_equal(value, agreed)):
                 changed[key] = value
         if changed:
