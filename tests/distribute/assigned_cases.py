@@ -118,6 +118,61 @@ def case_spectral_normalization_like_on_one_device():
     assert_same(*models)
 
 
+class Annealed(Layers):
+    """Multiplies its output by a weight that callbacks assign; an optimizer trains the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = self.add_weight(name="factor", initializer="ones", trainable=False)
+
+    def call(self, x):
+        return self.factor * super().call(x)
+
+
+class Annealing(keras.callbacks.Callback):
+    """Assigns a weight before each batch that it alone changes; ``trained``: then also those that are trained."""
+
+    def __init__(self, strategy=None, trained=False):
+        super().__init__()
+        self.strategy, self.trained = strategy, trained
+
+    def on_train_batch_begin(self, batch, logs=None):
+        model = self.model
+        model.factor.assign(0.5**batch)
+        for weight in model.first.weights if self.trained and batch else ():
+            weight.assign(0.5 * weight)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.strategy:  # batches that still wait would have what is assigned for later ones
+            self.strategy.role._queue.wait()
+
+
+def annealed():
+    model = Annealed()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model(X)
+    return model
+
+
+def case_a_callback_assigns_weights_while_batches_run():
+    with cluster_of(workers=1) as strategy:
+        alone = annealed()
+        with strategy.scope():
+            model = annealed()
+        for each, calls in ((alone, Annealing()), (model, Annealing(strategy))):
+            each.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[calls])
+        assert_same(model, alone)
+
+
+def case_a_callback_that_assigns_what_batches_train_is_an_error():
+    """What it has read is of the time before them."""
+    with cluster_of(workers=1) as strategy:
+        with strategy.scope():
+            model = annealed()
+        with pytest.raises(ConfigError, match=r"kernel' was assigned here while functions run on workers"):
+            model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[Annealing(strategy, trained=True)])
+
+
 def case_variables_that_functions_capture_must_not_change():
     if FRAMEWORK == "tensorflow":
         import tensorflow as tf

@@ -18,7 +18,7 @@ import pytest
 
 from choros import distribute
 from choros.arrays import framework_adapter
-from choros.errors import ConfigError, EngineError
+from choros.errors import ConfigError, EngineError, StrategyError
 from choros.parameter_server import closures
 from choros.parameter_server.jobs import JobServer
 from choros.parameter_server.placement import Rows, Shard
@@ -141,8 +141,11 @@ def case_workers_run_functions_concurrently():
         pytest.skip("on JAX, workers of one process take turns")
     with cluster_of(workers=3, ps=1) as strategy:
         coordinator = distribute.coordinator.ClusterCoordinator(strategy)
-        results = coordinator.fetch([coordinator.schedule(meet) for _ in range(3)])
-    assert len(set(results)) == 3
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dropout(0.5, seed=1)])
+        results = coordinator.fetch([coordinator.schedule(meet, (model,)) for _ in range(3)])
+    assert len({thread for thread, _ in results}) == 3
+    assert len({dropped for _, dropped in results}) == 3
 
 
 def case_three_workers_train_a_model_that_is_built_by_fit():
@@ -381,6 +384,41 @@ def case_a_function_that_fails_leaves_the_worker_as_it_was():
         assert coordinator.schedule(divide, (2,)).fetch() == 2
 
 
+def case_a_function_that_ends_its_program_ends_the_chief_s():
+    """As where it runs there; the worker serves on."""
+
+    def leave():
+        raise SystemExit(3)
+
+    with cluster_of(workers=1, ps=1) as strategy:
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        coordinator.schedule(leave)
+        with pytest.raises(SystemExit) as end:
+            coordinator.join()
+        assert end.value.code == 3
+        assert coordinator.schedule(lambda: 1).fetch() == 1
+
+
+def case_a_function_that_trains_as_the_chief_does_is_an_error():
+    def fit(model):
+        train(model)
+
+    def train_on_batch(model):
+        model.train_on_batch(X, Y)
+
+    def schedule(coordinator):
+        coordinator.schedule(lambda: 1)
+
+    with cluster_of(workers=1, ps=1) as strategy:
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        with strategy.scope():
+            model = network("sgd")
+        for function, given in ((fit, model), (train_on_batch, model), (schedule, coordinator)):
+            coordinator.schedule(function, (given,))
+            with pytest.raises(StrategyError, match="in a function that a worker runs"):
+                coordinator.join()
+
+
 def case_invalid_servers_are_errors():
     cluster = {"worker": ["localhost:1"], "ps": ["localhost:2"]}
     for role, index, text in (
@@ -407,10 +445,11 @@ def case_a_server_whose_chief_does_not_come_says_so(monkeypatch):
 _MEETING = threading.Barrier(3)
 
 
-def meet():
-    """Returns the thread of the worker, once three workers have called it."""
+def meet(model):
+    """Returns the thread of the worker, once three workers have called it, and which units it has dropped."""
     _MEETING.wait(30)
-    return threading.get_ident()
+    kept = keras.ops.convert_to_numpy(model(np.ones((1, 64), "float32"), training=True))[0]
+    return threading.get_ident(), tuple(kept == 0)
 
 
 def case_the_tutorial_of_tensorflow():

@@ -140,6 +140,8 @@ def case_models_within_models():
     both.build((None, 6))
     a = keras.Input((6,))
     check(generator, discriminator, both, keras.Model(a, discriminator(generator(a))))
+    encoder = keras.Model(a, dense(a, 3))  # with an input that is another model's, too
+    check(encoder, keras.Model(encoder.input, dense(encoder(encoder.input))))
     outer = Outer()
     outer(X)
     check(outer)

@@ -33,7 +33,7 @@ from choros.parameter_server.optimizer import remote_optimizers
 from choros.parameter_server.placement import Partition, VariableKey
 from choros.parameter_server.queue import Clocks, Closure, ClosureQueue, WorkerTimes
 from choros.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue
-from choros.parameter_server.scope_objects import ScopeObjects
+from choros.parameter_server.scope_objects import ScopeObjects, layers_in_order
 from choros.parameter_server.session import ServerSession
 from choros.transport.channel import ChannelClosed, Failure
 
@@ -57,7 +57,7 @@ class Chief:
         servers = cluster.servers(self._job)
         # A server that has replied knows the job; a worker that heard of it before may be there first.
         servers.request("pull", dict.fromkeys(range(len(servers)), (0, False)))
-        self.session = ServerSession(self.objects, servers, partition, is_chief=True)
+        self.session = ServerSession(self.objects, servers, partition)
         self._queue = ClosureQueue(Clocks(max_staleness), cluster.start_seconds)
         self._reports: list[Report] = []
         self._definitions = Definitions(self.session, self._reference)
@@ -83,8 +83,7 @@ class Chief:
     ) -> Future[Any]:
         """Schedules ``function`` on a worker; blocks at ``limit`` open closures; raises an earlier closure's error."""
         self._used = True
-        if self._flushed:
-            self.session.publish()
+        self.session.publish(running=not self._flushed)
         pickled, uses = self._definitions.dumps(function)
         arguments, also = self._definitions.dumps((tuple(args), dict(kwargs)))
         key = hashlib.sha256(pickled).digest()
@@ -359,15 +358,13 @@ class Definitions:
 
     def _compile_arguments(self, number: int) -> tuple[Any, ...]:
         """Returns what ``compile_copy`` takes; an optimizer's name is replaced by the optimizer created."""
-        from choros.training.keras_internals.models import layers_of
-
         model = self._objects.resolve(("created", number))
         call = self._objects.last_compile(number)
         if call is None:
             raise ConfigError(f"{model.name!r} is not compiled.")
         if call.get("optimizer") is not None and getattr(model, "optimizer", None) is not None:
             call = call.replaced(optimizer=model.optimizer)
-        return call.bound.args, call.bound.kwargs, tuple(layer.trainable for layer in layers_of(model))
+        return call.bound.args, call.bound.kwargs, tuple(layer.trainable for layer in layers_in_order(model))
 
     def _created(self, item: Any) -> tuple[bytes, frozenset[Reference]]:
         """Pickles an optimizer, its variables without weight decay and, if it is built, all of them; or a model, and

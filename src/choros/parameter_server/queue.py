@@ -155,7 +155,7 @@ class ClosureQueue:
         self._change = threading.Condition()
         self._waiting: deque[Closure] = deque()
         self._running = 0
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._closed = False
         self._workers = 0
         self._refusal = ""
@@ -236,7 +236,7 @@ class ClosureQueue:
             self._running -= 1
             self._change.notify_all()
 
-    def failed(self, worker: Hashable, closure: Closure, error: Exception) -> None:
+    def failed(self, worker: Hashable, closure: Closure, error: BaseException) -> None:
         """Records that ``closure`` raised ``error``; cancels those that wait."""
         with self._change:
             self._clocks.finish(worker)
@@ -268,7 +268,7 @@ class ClosureQueue:
     def _outstanding(self) -> int:
         return len(self._waiting) + self._running
 
-    def _fail(self, closure: Closure, error: Exception) -> None:
+    def _fail(self, closure: Closure, error: BaseException) -> None:
         closure.result.set_exception(error)
         self._error = self._error or error
         self._cancel()

@@ -26,7 +26,7 @@ import numpy as np
 
 from choros.comm import Array
 from choros.parallel.structure import leaves
-from choros.parameter_server.scope_objects import host
+from choros.parameter_server.scope_objects import host, layers_in_order
 from choros.training.keras_internals.models import (
     is_functional,
     layers_of,
@@ -89,7 +89,7 @@ def current_rate(optimizer: Any) -> float:
 
 def compile_copy(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], trainable: Sequence[bool]) -> None:
     """Compiles ``model`` with the arguments of the chief's call, after setting which of its layers are trainable."""
-    for layer, is_trainable in zip(layers_of(model), trainable, strict=True):
+    for layer, is_trainable in zip(layers_in_order(model), trainable, strict=True):
         if layer.trainable != is_trainable:
             layer.trainable = is_trainable
     model.compile(*args, **kwargs)
@@ -134,7 +134,7 @@ def _zeros(weight: Any) -> Array | Callable[[], Array]:
 
 def _layer_recipe(layer: Any, given: Mapping[int, Any], copied: AbstractSet[int] = frozenset()) -> Recipe:
     """Returns that of a layer or a model, of which layers are ``given``; ``copied``: the ids of all in these."""
-    config, inner = serialize_sharing(layer, given), layers_of(layer)
+    config, inner = serialize_sharing(layer, given), layers_in_order(layer)
     customs = _custom_objects(config, [each for each in inner if id(each) not in copied])
     states = tuple(None if id(each) in copied else _state_of(each) for each in inner)
     return _layer, (config, customs, given, states)
@@ -145,7 +145,7 @@ def _layer(
 ) -> Any:
     layer = deserialize_sharing(config, given, custom_objects)
     copied = {id(part) for each in given.values() for part in layers_of(each)}
-    for each, state in zip(layers_of(layer), states, strict=True):
+    for each, state in zip(layers_in_order(layer), states, strict=True):
         if state is not None and id(each) not in copied:
             _load(each, state)
     return layer

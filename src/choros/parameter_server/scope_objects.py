@@ -136,11 +136,7 @@ class ScopeObjects:
                     found = {id(part): ("part", number, "layer", index) for index, part in enumerate(parts)}
                     shared = {**found, **shared}
         shared.update({key: ("created", number_of[key]) for key in within})
-        return {
-            key: shared[key]
-            for key, layer in own.items()
-            if key in shared and key not in inner and not isinstance(layer, keras.layers.InputLayer)
-        }
+        return {key: shared[key] for key in own if key in shared and key not in inner}
 
     def reference(self, item: Any) -> Reference | None:
         """Returns the reference that finds ``item`` in other processes; ``None`` if it is no Keras object, or a layer
@@ -180,12 +176,19 @@ class ScopeObjects:
         return _parts(known[number], part[0])[part[1]] if tag == "part" else known[number]
 
 
-def _parts(model: Any, kind: str) -> list[Any]:
+def layers_in_order(model: Any) -> list[Any]:
+    """Its layers, in the order of each copy: without inputs, which models have in common here, but not their copies."""
+    import keras
+
     from choros.training.keras_internals.models import layers_of
 
+    return [layer for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)]
+
+
+def _parts(model: Any, kind: str) -> list[Any]:
     match kind:
         case "layer":
-            return layers_of(model)
+            return layers_in_order(model)
         case "variable":
             return list(model.variables)
         case _:

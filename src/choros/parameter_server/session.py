@@ -3,7 +3,7 @@
 ::
 
     chief                                   servers                              worker
-    publish: values that changed here ────► Assign
+    publish: values that changed here ────► Assign                               (while functions run: assigned ones)
                                             Changed ──────────────► pull: before it runs a function
                                             Push    ◄────────────── push: an optimizer's apply, in the function
                                             Assign  ◄────────────── push_assigned: after it, as of batch norm
@@ -38,17 +38,29 @@ from choros.parameter_server.placement import (
 )
 from choros.parameter_server.scope_objects import ScopeObjects, host
 from choros.parameter_server.slots import Slots
-from choros.training.keras_internals.models import decays, layers_of, own_statistics, own_variables
+from choros.training.keras_internals.models import (
+    decays,
+    layers_of,
+    own_statistics,
+    own_variables,
+    seed_generators_of,
+)
+from choros.training.random_numbers import draw_by_replica
 from choros.training.thread import doing
+from choros.training.variables import derive_again
 
 
 @final
 class ServerSession:
-    """Synchronizes the variables of the models and optimizers in ``objects`` with ``servers``."""
+    """Synchronizes the variables of the models and optimizers in ``objects`` with ``servers``; ``worker``: its number,
+    ``None`` on the chief.
+    """
 
-    def __init__(self, objects: ScopeObjects, servers: Servers, partition: Partition | None, *, is_chief: bool) -> None:
+    def __init__(
+        self, objects: ScopeObjects, servers: Servers, partition: Partition | None, worker: int | None = None
+    ) -> None:
         self.objects = objects
-        self._is_chief = is_chief
+        self._worker = worker
         self.servers = servers
         self._partition = partition
         self._seen: set[int] = set()
@@ -56,12 +68,10 @@ class ServerSession:
         self._placement: Placement = {}
         self._variables: dict[VariableKey, Any] = {}
         self._keys: dict[int, VariableKey] = {}
-        #: Of the statistics of layers that compute others of them once, such as ``Normalization``: these layers.
-        self._derived: dict[VariableKey, Any] = {}
         #: On the chief, digests of the values that it and the servers last agreed on.
         self._last: dict[VariableKey, bytes] = {}
-        #: On a worker, these values of variables that functions assign, of which some are assigned by this function
-        #: only; and what this function was given by ``push``.
+        #: Variables that are assigned while functions run, of which some are assigned only now, by this one; on a
+        #: worker these values, and what this function was given by ``push``.
         self._agreed: dict[VariableKey, Array | None] = {}
         self._briefly: set[VariableKey] = set()
         self._pushed: dict[VariableKey, Array] = {}
@@ -115,14 +125,27 @@ class ServerSession:
         variables = {key: v for key, v in self._variables.items() if not isinstance(key, SlotKey)}
         return frozenset(key for key, variable in variables.items() if not decays(optimizer, variable))
 
-    def publish(self) -> None:
-        """Sends the servers the values that they lack or that have changed in this process."""
-        self._discover()
-        changed, digests = self._changed(self._variables)
-        if changed:
-            self._assign(changed)
-            self._last.update(digests)
-            self.pull()  # The servers send these values back once; receive them now.
+    def publish(self, *, running: bool) -> None:
+        """Sends the servers what they lack or what has changed in this process; while functions run, what was assigned,
+        as by a callback: ConfigError if they have changed it, too.
+        """
+        if not running:
+            self._discover()
+        assigned = self._take_assigned()
+        changed = self._changed(assigned if running else self._variables)
+        if not changed:
+            return
+        if running:
+            before = {key: self._last.get(key) for key in changed}
+            self.pull()
+            if lost := [key for key in changed if self._last.get(key) != before[key]]:
+                raise ConfigError(
+                    f"{self._variables[lost[0]].path!r} was assigned here while functions run on workers, which have "
+                    "changed it, too: assign it in the function or the train_step, or when none runs (after join(), or "
+                    "at the end of an epoch); only then this process has its value."
+                )
+        self._assign(changed)
+        self.pull()  # The servers send these values back once; receive them now.
 
     def pull(self) -> None:
         """Assigns the values that have changed on the servers."""
@@ -134,14 +157,13 @@ class ServerSession:
             changed.setdefault(shard.variable, []).append((shard, self._received.pop(shard)))
         for key, parts in changed.items():
             value = self._whole(key, parts)
-            if self._is_chief:
+            if self._worker is None:
                 self._last[key] = _digest(value)
             self._pushed.pop(key, None)
             self._agree(key, value)
             with doing("receiving_values"):
                 self._variables[key].assign(value)
-        for layer in {self._derived[key] for key in changed.keys() & self._derived.keys()}:
-            layer.finalize_state()
+        derive_again([self._variables[key] for key in changed])
 
     def push(
         self, optimizer: int, variables: Sequence[Any], gradients: Sequence[Array | Rows], learning_rate: float | None
@@ -175,13 +197,15 @@ class ServerSession:
         self.pull()
 
     def note(self, variable: Any, *, compiled: bool) -> None:
-        """Notes, before, that a function assigns a variable now or, ``compiled``, whenever it runs."""
+        """Notes, before, that a function (on the chief: a callback) assigns a variable now or, ``compiled``, whenever
+        it runs.
+        """
         key = self._keys.get(id(variable))
         if key is None:
             return
         if key not in self._agreed:
             self._briefly.add(key)
-            self._agreed[key] = copy_of(variable)
+            self._agreed[key] = None if self._worker is None else copy_of(variable)
             if key in self._pushed:  # on JAX perhaps at this moment, by a function that still runs
                 self._agreed[key] = self._pushed[key]
         if compiled:
@@ -201,12 +225,18 @@ class ServerSession:
             self._assign(changed)
             self._agreed.update(changed)
         if variables is None:
-            self._agreed = {key: value for key, value in self._agreed.items() if key not in self._briefly}
-            self._briefly.clear()
+            self._take_assigned()
             self._pushed.clear()
 
+    def _take_assigned(self) -> list[VariableKey]:
+        """Returns the variables that are noted, and forgets those that were to be assigned once."""
+        assigned = list(self._agreed)
+        self._agreed = {key: value for key, value in self._agreed.items() if key not in self._briefly}
+        self._briefly.clear()
+        return assigned
+
     def _agree(self, key: VariableKey, value: Array) -> None:
-        if key in self._agreed:
+        if key in self._agreed and self._worker is not None:
             self._agreed[key] = np.array(value)
 
     def _assign(self, values: Mapping[VariableKey, Array]) -> None:
@@ -224,12 +254,10 @@ class ServerSession:
                     counts[number] = max(int(value), counts.get(number, 0))
         self.updates.update(counts)
 
-    def _changed(self, keys: Iterable[VariableKey]) -> tuple[dict[VariableKey, Array], dict[VariableKey, bytes]]:
-        """Returns the values that differ from those the servers last had, and all digests."""
+    def _changed(self, keys: Iterable[VariableKey]) -> dict[VariableKey, Array]:
+        """Returns the values that differ from those the servers last had."""
         values = {key: host(self._variables[key]) for key in keys}
-        digests = {key: _digest(value) for key, value in values.items()}
-        changed = {key: value for key, value in values.items() if digests[key] != self._last.get(key)}
-        return changed, digests
+        return {key: value for key, value in values.items() if _digest(value) != self._last.get(key)}
 
     def _discover(self) -> None:
         """Adds the variables of models and optimizers that were built since the last call."""
@@ -237,8 +265,8 @@ class ServerSession:
             if number not in self._seen:
                 statistics = {id(v) for layer in layers_of(model) for v in own_statistics(layer)}
                 self._discover_variables(number, model.weights, statistics)
-                deriving = [layer for layer in layers_of(model) if hasattr(layer, "finalize_state")]
-                self._derived.update({self._keys[id(v)]: layer for layer in deriving for v in own_statistics(layer)})
+                for generator in seed_generators_of(model) if self._worker else ():
+                    draw_by_replica(generator, lambda: self._worker)
         for number, scale in self.objects.loss_scales():
             if number not in self._seen:
                 own = own_variables(scale)
@@ -264,10 +292,10 @@ class ServerSession:
         self._keys.update({id(v): key for key, v in own.items()})
         if keras.backend.backend() == "tensorflow":  # users may pass the tf.Variable
             self._keys.update({id(v.value): key for key, v in own.items()})
-        if not self._is_chief:
+        if self._worker is not None:
             self._agreed.update({key: None for key, v in own.items() if id(v) in statistics})
-            for variable in own.values():
-                note_assignments(variable, self)
+        for variable in own.values():
+            note_assignments(variable, self)
 
     def _discover_slots(self, number: int, slots: Slots) -> None:
         """Adds an optimizer's slots; builds it first if only workers have built it."""

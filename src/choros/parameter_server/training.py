@@ -139,7 +139,8 @@ class _CoordinatedTraining:
 
         def with_state(state: Any, batches: Any) -> tuple[dict[str, Any], Any]:
             # Keras moves the values out of the model's variables during training; the chief needs them there.
-            _assign(model, state)
+            with doing("receiving_values"):
+                _assign(model, state)
             logs = from_batches(batches)
             return logs, jax_state(model)
 

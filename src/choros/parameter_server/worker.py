@@ -62,6 +62,12 @@ class Worker:
 
     def chief(self) -> NoReturn:
         """Runs the functions that the chief sends; exits with code 0 when the job has ended."""
+        if self.serving:
+            raise StrategyError(
+                "fit(), train_on_batch() or schedule() was called in a function that a worker runs: they send "
+                "functions to workers, which only the chief does. Call them there, or let the function compute "
+                "gradients itself and pass them to optimizer.apply()."
+            )
         leave_signals_to_the_chief()
         arrivals: Queue[tuple[Channel, StartJob]] = Queue()
         # Functions run in this thread, which has the script's settings.
@@ -95,7 +101,7 @@ class Worker:
         try:
             job, pickled = start
             partition = pickle.loads(pickled)  # noqa: S301  (from an authenticated process)
-            self._session = ServerSession(self.objects, self._cluster.servers(job), partition, is_chief=False)
+            self._session = ServerSession(self.objects, self._cluster.servers(job), partition, self._cluster.index)
         except Exception as error:
             chief.send(Failure.of(error))
             raise
@@ -130,7 +136,7 @@ class Worker:
             times = time.perf_counter() - began, page.waited - waited
             pickled = pickle.PickleBuffer(closures.dumps(result, self.objects.reference))
             return Ran(pickled, self.objects.count_metrics(), *times)
-        except Exception as error:  # noqa: BLE001  (every error of a function is reported to the chief)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (the chief has what ends a function)
             cause, session.servers.failure = session.servers.failure, None
             return Failure.of(cause or error)
 

@@ -405,7 +405,7 @@ class Failure:
     text: str = ""
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: BaseException) -> Failure:
         """Pickles ``error``, its traceback a note; an ``EngineError`` with its text if it cannot be pickled."""
         trace = "".join(traceback.format_exception(error)).rstrip()
         try:
@@ -416,10 +416,10 @@ class Failure:
         error.add_note(note)
         return cls(cloudpickle.dumps(error), f"{type(error).__name__}: {error}\n{note}")
 
-    def error(self) -> Exception:
+    def error(self) -> BaseException:
         """Returns the error to raise; an ``EngineError`` with its text, if what it needs is not installed here."""
         try:
-            error: Exception = pickle.loads(self.pickled)  # noqa: S301  (from an authenticated process)
+            error: BaseException = pickle.loads(self.pickled)  # noqa: S301  (from an authenticated process)
         except Exception:  # noqa: BLE001  (what unpickling an object of any class raises)
             return EngineError(self.text)
         return error
