@@ -88,17 +88,19 @@ class Variable:
         raise ConfigError(f"{name}={text!r} is not one of {', '.join(valid)}. It sets {self.help}")
 
     def _number(self, name: str, text: str) -> Any:
-        """Returns the number in ``text``, finite and 0 or more (above 0)."""
+        """Returns the number in ``text``, finite, 0 or more (above 0), whole if it is to be an ``int``."""
         if not text:
             return None
         try:
             number = float(text)
         except ValueError:
             number = math.nan
-        if 0 < number < math.inf or (self.or_zero and number == 0):
+        is_whole = self.make is int
+        if (0 < number < math.inf or (self.or_zero and number == 0)) and not (is_whole and number % 1):
             return self.make(number)  # type: ignore[arg-type]
         valid = "of 0 or more" if self.or_zero else "above 0"
-        raise ConfigError(f"{name}={text!r} is not a number of {self.unit} {valid}. It is {self.help}")
+        kind = "whole number" if is_whole else "number"
+        raise ConfigError(f"{name}={text!r} is not a {kind} of {self.unit} {valid}. It is {self.help}")
 
 
 def _row(*variable: Any, **rest: Any) -> Any:

@@ -130,12 +130,14 @@ def case_large_and_small_arrays_in_place() -> None:
 
 
 def case_a_nan_of_a_large_array_is_its_extreme() -> None:
-    communicator = of_all_ranks()
-    array = np.ones(100_000, np.float32)
-    if communicator.rank == 0:
-        array[::2] = np.nan
-    for op in (Reduction.MIN, Reduction.MAX):
-        np.testing.assert_array_equal(communicator.allreduce(array, op)[:4], [np.nan, 1, np.nan, 1])
+    for hosts in layouts():
+        with on_hosts(*hosts) as communicator:
+            array = np.ones(120_000, np.float32)
+            if communicator.rank == 0:
+                array[::2] = np.nan
+            for op in (Reduction.MIN, Reduction.MAX):
+                for reduced in (communicator.allreduce(array, op), communicator.reducescatter(array, op)):
+                    np.testing.assert_array_equal(reduced, np.resize([np.nan, 1], len(reduced)))
 
 
 def case_all_ranks_have_the_same_bits() -> None:

@@ -77,6 +77,24 @@ def test_rank_that_ends(tmp_path: Path, way: str) -> None:
     assert HOW[way] in outcomes[codes.index(69)][1]
 
 
+#: A rank that has agreed to a collective on devices is killed before it sends.
+DIES_ON_DEVICES = """
+import torch
+from choros.comm.engines import torch_devices
+devices = choros.global_process_set.communicator.devices
+devices.allreduce(torch.ones(1000))
+if rank == 1: torch_devices.as_tensor = lambda buffer: os.kill(os.getpid(), signal.SIGKILL)
+devices.allreduce(torch.ones(1000))
+"""
+
+
+@pytest.mark.slow
+def test_rank_that_is_killed_in_a_collective_on_devices() -> None:
+    (code, output), (killed, _) = together([*warm_python("torch"), "-c", BEGIN + DIES_ON_DEVICES, ""], by_hand(2))
+    assert (code, killed) == (69, -signal.SIGKILL), output
+    assert f" cannot be completed: rank 1 on {HOST} was killed" in output
+
+
 DIES_WHILE_CONNECTING = """
 import os, choros
 from choros.comm.store import RendezvousStore

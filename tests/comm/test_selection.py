@@ -10,7 +10,7 @@ import pytest
 
 from choros.comm.selection import select, select_devices
 from choros.errors import ChorosError, ConfigError, EngineUnavailable
-from choros.settings import Config
+from choros.settings import ENGINES, Config
 from choros.topology import Topology
 from harness import CHOROSRUN
 
@@ -52,7 +52,7 @@ def test_choice(requested: str, topology: Topology, comm: object, choice: tuple[
 
 #: As above, the module that is not installed, and a part of the error.
 ERRORS = {
-    "unknown": ("nccl", ALONE, None, "", ConfigError, "'nccl' is not one of auto, local, mpi, torch, xla"),
+    "unknown": ("nccl", ALONE, None, "", ConfigError, f"'nccl' is not one of auto, {', '.join(ENGINES)}"),
     "local for many": ("local", ranks(2, MPIRUN), None, "", ConfigError, "is for one rank, but Open MPI's mpirun"),
     "mpi under torchrun": ("mpi", ranks(2, TORCHRUN), None, "", EngineUnavailable, "with chorosrun -np 2 in place"),
     "communicator under torchrun": ("", ranks(2, TORCHRUN), INTRACOMM, "", EngineUnavailable, "mpi engine cannot join"),
@@ -131,3 +131,12 @@ def test_verbose_shows_the_engine_and_what_moves_tensors_on_devices_once() -> No
     assert done.returncode == 0
     assert done.stderr.count("choros: engine mpi: Open MPI's mpirun started 2 ranks") == 1
     assert done.stderr.count("choros: tensors on devices: ") == 1
+
+
+def test_an_elastic_job_whose_engine_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHOROS_ELASTIC", "1")
+    for engine, said in (("local", 1), ("mpi", 0)):
+        monkeypatch.setenv("CHOROS_ENGINE", engine)
+        command = [sys.executable, "-c", "import choros; choros.init()"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stderr.count("does not go on without a rank that is lost") == said

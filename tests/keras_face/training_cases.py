@@ -379,9 +379,10 @@ def case_shard_shuffles_identically_on_all_ranks():
 
 
 def case_shuffling_by_keras_warns():
-    model = build(optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
-    with pytest.warns(UserWarning, match="shuffle=False to fit"):
-        model.fit(hvd.shard(data(), batch_size=5), epochs=2, verbose=0, callbacks=callbacks())
+    for given in ((data(), 5), (Batches(10 * BATCH),)):
+        model = build(optimizer=hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
+        with pytest.warns(UserWarning, match="shuffle=False to fit"):
+            model.fit(hvd.shard(*given), epochs=2, verbose=0, callbacks=callbacks())
 
 
 def case_shuffle_continues_after_resuming():

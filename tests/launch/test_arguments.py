@@ -203,6 +203,7 @@ def test_run_has_no_other_arguments():
         (["-np", "two"], {}, "'two' is not a valid whole number"),
         (["--start-timeout", "inf"], {}, "--start-timeout inf: expected a finite number of seconds"),
         ([], {"CHOROS_START_TIMEOUT": "nan"}, "CHOROS_START_TIMEOUT='nan' is not a number of seconds above 0"),
+        ([], {"CHOROS_COMPARE_EVERY": "0.5"}, "CHOROS_COMPARE_EVERY='0.5' is not a whole number of steps of 0 or more"),
         ([], {"SLURM_JOB_ID": "1", "SLURM_HET_SIZE": "some"}, "this allocation of SLURM has some components"),
         ([], {"HOROVOD_START_TIMEOUT": "soon"}, "HOROVOD_START_TIMEOUT='soon' is not a number of seconds above 0"),
     ],

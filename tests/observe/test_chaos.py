@@ -57,14 +57,32 @@ from choros.observe import events
 from choros.observe.events import Kind
 from choros.observe.listeners import start_listeners
 os.environ["CHOROS_CHAOS"] = sys.argv[1]
-started = start_listeners(Config.from_environ(os.environ))
+stop = start_listeners(Config.from_environ(os.environ))
 for step in range(3):
     began = time.monotonic()
     events.emit(Kind.STEP_BEGUN)
     print(step + 1, time.monotonic() - began > 0.3, flush=True)
-for stop in started:
-    stop()
+stop()
 """
+
+
+INVALID = """
+import os, choros
+from choros.observe import EVENTS_FD, events
+from choros.settings import current
+os.environ[EVENTS_FD] = str(os.pipe()[1])  # to a wrapper
+try:
+    choros.init()
+except choros.ConfigError:
+    del os.environ["CHOROS_CHAOS"]
+    print(len(events.heard), current().chaos)
+"""
+
+
+def test_an_init_that_fails_by_its_faults_leaves_no_listeners(monkeypatch):
+    monkeypatch.setenv("CHOROS_CHAOS", "kil:rank=0@step=1")
+    run = subprocess.run([sys.executable, "-c", INVALID], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.stdout, run.stderr, run.returncode) == ("0 \n", "", 0)
 
 
 def steps(faults):

@@ -87,16 +87,16 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | 
     keep(config)
     show_log(config)
     events.identify(launched.rank)
-    _listeners.begin(config)
     try:
+        _listeners.begin(config)
         communicator, position, finalize = _start_engine(config, launched, comm)
     except BaseException:
         _listeners.stop()
         keep(None)
         raise
     events.identify(position.rank)
-    for sentence in horovod_unused(os.environ) if position.rank == 0 else ():
-        _log.info("%s", sentence)
+    if position.rank == 0:
+        _log_unused(config, communicator)
     _job = _JobState(position, communicator, finalize)
     global_process_set.register(0, range(communicator.size), communicator)
     communicator.on_change = _on_change
@@ -109,6 +109,17 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | 
     except ChorosError:
         shutdown()  # all ranks were given the same sets, so all of them are here
         raise
+
+
+def _log_unused(config: Config, communicator: Communicator) -> None:
+    for sentence in horovod_unused(os.environ):
+        _log.info("%s", sentence)
+    if config.elastic and not communicator.elastic:
+        _log.warning(
+            "this elastic job has the %s engine, which does not go on without a rank that is lost: the others end with "
+            "69. Only the mpi engine does.",
+            communicator.engine,
+        )
 
 
 def shutdown() -> None:

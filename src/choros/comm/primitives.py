@@ -1,4 +1,8 @@
-"""What an engine implements: the primitives of a set of ranks, which move bytes once all members have agreed."""
+"""What an engine implements: the primitives of a set of ranks, which move bytes once all members have agreed.
+
+How its ranks meet is the engine's: ``engines/xla.py`` has MPI or a store do it. The primitives, ``_split`` among them,
+call no public collective. A member that is lost is a ``PeerLostError``; only an elastic engine goes on without it.
+"""
 
 import mmap
 from abc import ABC, abstractmethod

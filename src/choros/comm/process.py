@@ -23,15 +23,17 @@ class Listeners:
     """The listeners of this process: they listen from ``init`` to ``shutdown``, and again while the process ends."""
 
     def __init__(self) -> None:
-        self._start: Callable[[], list[Callable[[], None]]] = list
-        self._stops: list[Callable[[], None]] | None = None
+        self._start: Callable[[], Callable[[], None]] = lambda: lambda: None
+        self._stop: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._reports_end = False
 
     def begin(self, config: Config) -> None:
         """Starts those of this configuration, in ``init``."""
-        self._start = partial(start_listeners, config, os.environ)
-        self.start()
+        start = partial(start_listeners, config, os.environ)
+        with self._lock:
+            self._stop = self._stop or start()
+        self._start = start
         open_page()
         if events.Kind.SCRIPT_ENDED in events.heard and not self._reports_end:
             self._reports_end = True
@@ -40,15 +42,15 @@ class Listeners:
     def start(self) -> None:
         """Starts the configured listeners, if they are not running."""
         with self._lock:
-            if self._stops is None:
-                self._stops = self._start()
+            if self._stop is None:
+                self._stop = self._start()
 
     def stop(self) -> None:
         """Stops them."""
         with self._lock:
-            for stop in self._stops or ():
-                stop()
-            self._stops = None
+            if self._stop is not None:
+                self._stop()
+            self._stop = None
 
     def _report_end(self) -> None:
         """Reports the end of the script, after which handlers and other threads may keep this rank alive."""

@@ -49,8 +49,9 @@ class DataKind(ABC):
 
     @abstractmethod
     def shard(self, data: Any, sharding: Sharding) -> Any:
-        """Returns this process's shard of ``data``, for ``choros.keras.shard``; ConfigError: the batch size does not
-        fit. Processes may get different numbers of batches.
+        """Returns this process's shard of ``data``, for ``choros.keras.shard``, of a class that Keras' ``fit`` takes.
+        It begins the next order by itself, where ``epochs`` waits for ``begin_epoch``. Processes may get different
+        numbers of batches. ConfigError: the batch size does not fit.
         """
 
     def split(self, data: Any, part: Part) -> Any:

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from abc import ABC
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, final
@@ -26,20 +27,38 @@ from choros.errors import ConfigError
 from choros.parallel.structure import leaves, map_structure
 
 
+class _InOrder(keras.utils.PyDataset, ABC):
+    """Parts of batches, which processes must read in the same order; ``checked``: they read one after the other."""
+
+    def __init__(self, *, checked: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self._is_checked = checked
+        self._last: int | None = None
+
+    def check_order(self, index: int) -> None:
+        """Warns if Keras shuffles batches: there is no public flag, but the requested indices show it."""
+        if self._is_checked and self._last is not None and index not in (0, self._last + 1):
+            self._is_checked = False
+            warnings.warn(
+                "Keras reorders these batches on each rank independently, so that a step mixes shards of different "
+                "global batches: pass shuffle=False to fit, and shuffle=True to shard for a new order each epoch.",
+                stacklevel=3,
+            )
+        self._last = index
+
+
 @final
-class PartsDataset(keras.utils.PyDataset):
+class PartsDataset(_InOrder):
     """This process's batches, as each epoch of ``source`` determines. Threads of its own read ahead, as Keras' workers
     may keep batches of one epoch for the next. Keras asks for ``longest`` before epochs, which may have fewer; without
     it all epochs are the same, and the next one begins whenever all of one was read.
     """
 
     def __init__(self, source: IndexedData, longest: int | None = None, workers: int = 1, ahead: int = 0) -> None:
-        super().__init__()
+        super().__init__(checked=source.of_arrays and source.parts[0].shards > 1)
         self.of_arrays = source.of_arrays
         self._source = source
         self._longest = longest
-        self._is_split = source.of_arrays and source.parts[0].shards > 1
-        self._last: int | None = None
         self._is_read = False
         self._readers = ThreadPoolExecutor(workers) if workers > 1 else None
         self._ahead = ahead
@@ -70,7 +89,7 @@ class PartsDataset(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Any:
         self._begins = False
-        self._check_order(index)
+        self.check_order(index)
         self._is_read = self._is_read or index == len(self) - 1
         if index >= len(self):  # this process has fewer batches, or none, and Keras builds the model from one
             return self._source.rows(Part(0, 1), index, self._source.epoch)
@@ -84,17 +103,6 @@ class PartsDataset(keras.utils.PyDataset):
             if later not in self._read:
                 self._read[later] = self._readers.submit(self._source.at, later)
         return self._read.pop(index).result()
-
-    def _check_order(self, index: int) -> None:
-        """Warns if Keras shuffles batches: there is no public flag, but the requested indices show it."""
-        if self._is_split and self._last is not None and index not in (0, self._last + 1):
-            self._is_split = False
-            warnings.warn(
-                "Keras reorders these batches on each rank independently, so that a step mixes shards of different "
-                "global batches: pass shuffle=False to fit, and shuffle=True to shard for a new order each epoch.",
-                stacklevel=3,
-            )
-        self._last = index
 
 
 def array_epochs(data: Any, batch_size: int, sharding: Sharding) -> IndexedData:
@@ -180,12 +188,15 @@ class PyDatasetKind(DataKind):
 
 
 @final
-class _PyDatasetPart(keras.utils.PyDataset):
+class _PyDatasetPart(_InOrder):
     """The process's rows of each batch of another ``PyDataset``, without the last one if it has none in it."""
 
     def __init__(self, inner: Any, sharding: Sharding) -> None:
         super().__init__(
-            workers=inner.workers, use_multiprocessing=inner.use_multiprocessing, max_queue_size=inner.max_queue_size
+            checked=sharding.part.count > sharding.part.local and inner.workers < 2 and not inner.use_multiprocessing,
+            workers=inner.workers,
+            use_multiprocessing=inner.use_multiprocessing,
+            max_queue_size=inner.max_queue_size,
         )
         self._inner, self._sharding, self._epoch = inner, sharding, sharding.epoch
         self._batches: int | None = inner.num_batches
@@ -201,6 +212,7 @@ class _PyDatasetPart(keras.utils.PyDataset):
         return self._batches or 0
 
     def __getitem__(self, index: int) -> Any:
+        self.check_order(index)
         number = self._inner.num_batches
         if self._sharding.shuffle and number is not None:
             index = shuffled_batch(index, number, self._sharding.seed, self._epoch)

@@ -5,6 +5,7 @@ lines of JSON, through a pipe to the wrapper, which forwards them to chorosrun.
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 
@@ -82,7 +83,10 @@ LISTENERS: tuple[Callable[[Config, Mapping[str, str]], Callable[[], None] | None
 )
 
 
-def start_listeners(config: Config, environ: Mapping[str, str] = os.environ) -> list[Callable[[], None]]:
-    """Starts the listeners that are enabled; returns for each a function that removes it."""
-    stops = [start(config, environ) for start in LISTENERS]
-    return [stop for stop in stops if stop is not None]
+def start_listeners(config: Config, environ: Mapping[str, str] = os.environ) -> Callable[[], None]:
+    """Starts the listeners that are enabled, or none if one cannot be; returns what removes them."""
+    with ExitStack() as started:
+        for start in LISTENERS:
+            if (stop := start(config, environ)) is not None:
+                started.callback(stop)
+        return started.pop_all().close

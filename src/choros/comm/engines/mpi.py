@@ -23,7 +23,7 @@ from choros.comm.engines.local import LocalCommunicator
 from choros.comm.facts import facts
 from choros.comm.fusion import aligned_empty, chunk_bytes
 from choros.comm.members import LEAVES, NEWCOMER, MemberLost
-from choros.comm.reduction import Array, Reduction
+from choros.comm.reduction import Array, Reduction, loses_nans
 from choros.comm.waiting import Awaited, idle_yield, wait_until
 from choros.errors import ConfigError, EngineError, EngineUnavailable, PeerLostError
 from choros.observe.events import INIT, LEAVING
@@ -207,6 +207,8 @@ class MpiCommunicator(Communicator):
                 self._comm.Bcast(buffer[start : start + _MESSAGE_BYTES], root)
 
     def _reducescatter(self, buffer: Array, counts: Sequence[int], op: Reduction) -> Array:
+        if loses_nans(op, buffer.dtype):
+            return super()._reducescatter(buffer, counts, op)
         received = np.empty(counts[self.rank], buffer.dtype)
         with _translated("reducescatter"):
             self._comm.Reduce_scatter(buffer, received, counts, OPS[op])

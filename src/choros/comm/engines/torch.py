@@ -103,23 +103,21 @@ class TorchCommunicator(Communicator):
         self._store = store
         self._seconds = seconds
         self._branches = itertools.count()
+        #: The ranks that a collective waits for, and what says in which call.
+        self.waits = self.launched, self._waits_in
         waits = self.launched, lambda: "the connection of the ranks"
         with peers.explaining(*waits):
             self._group = gloo_group(store, rank, self.size, address, seconds, functools.partial(peers.check, *waits))
-
-    def check_peers(self) -> None:
-        """Raises a ``PeerLostError`` if a member is lost."""
-        self.peers.check(self.launched, self._waits_in)
 
     def _waits_in(self) -> str:
         return f"{self._asked} at {caller() or 'unknown location'}"
 
     def _wait(self, what: str, start: Callable[[], Any], transfer: float = math.inf) -> None:
         """Starts a collective of Gloo's, or some, and waits for it: for the data if all ranks have agreed before."""
-        with self.peers.explaining(self.launched, self._waits_in), translated(what):
+        with self.peers.explaining(*self.waits), translated(what):
             started = start()
             for work in started if isinstance(started, list) else [started]:
-                wait_on_host(work, self.check_peers, self._long_wait, transfer)
+                wait_on_host(work, functools.partial(self.peers.check, *self.waits), self._long_wait, transfer)
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         table = np.empty(2 * self.size, np.int64)

@@ -45,11 +45,12 @@ class _TorchLink(DeviceLink):
     def __init__(self, control: Communicator, device: Device) -> None:
         seconds = current().start_timeout
         if isinstance(control, TorchCommunicator):
-            (store, _), address, check = control.branch(), control.address, control.check_peers
+            (store, _), address, peers, waits = control.branch(), control.address, control.peers, control.waits
         else:
             store, _, address = store_over(control, seconds)
-            check = functools.partial(peers_of(store).check, range(control.size), lambda: "a collective on devices")
-        self._check = check
+            peers, waits = peers_of(store), (tuple(range(control.size)), lambda: "a collective on devices")
+        self._check = functools.partial(peers.check, *waits)
+        self._explaining = functools.partial(peers.explaining, *waits)
         self._store = store  # kept alive: NCCL uses it again when it ends
         self._rank = control.rank
         self._on_gpu = device.type == "cuda"
@@ -60,26 +61,26 @@ class _TorchLink(DeviceLink):
         else:
             locations = exchange_locations(store, control.rank, control.size, address, seconds)
             address = own_address(locations, control.rank)
-            self._group = gloo_group(store, control.rank, control.size, address, seconds, check)
+            self._group = gloo_group(store, control.rank, control.size, address, seconds, self._check)
 
     def allreduce(self, buffer: Any, op: Reduction) -> None:
         tensor = as_tensor(buffer)
-        with translated("allreduce", self._library):
+        with self._explaining(), translated("allreduce", self._library):
             self._finish(self._group.allreduce([tensor], allreduce_options(op)))
         if self._on_gpu and tensor is not buffer:
             torch.cuda.current_stream(self._device).synchronize()
 
     def broadcast(self, tensor: Any, root: int) -> None:
-        with translated("broadcast", self._library):
+        with self._explaining(), translated("broadcast", self._library):
             self._finish(self._group.broadcast([tensor], broadcast_options(root)))
 
     def allgatherv(self, tensor: Any, received: Any, counts: Sequence[int]) -> None:
-        with translated("allgather", self._library):
+        with self._explaining(), translated("allgather", self._library):
             for work in start_allgather(self._group, tensor, received, counts, self._rank):
                 self._finish(work)
 
     def alltoallv(self, tensor: Any, received: Any, send: Sequence[int], receive: Sequence[int]) -> None:
-        with translated("alltoall", self._library):
+        with self._explaining(), translated("alltoall", self._library):
             self._finish(self._group.alltoall_base(received, tensor, list(receive), list(send)))
 
     def close(self) -> None:
