@@ -115,7 +115,7 @@ def test_a_listener_that_is_removed_hears_nothing(monkeypatch: pytest.MonkeyPatc
     received: list[Event] = []
     starts = (lambda *_: events.listen(received.append), lambda *_: None)  # the second one is not enabled
     monkeypatch.setattr(listeners, "LISTENERS", starts)
-    (stop,) = listeners.start_listeners(Config.from_environ({}), {})
+    stop = listeners.start_listeners(Config.from_environ({}), {})
     events.emit(Kind.COMMIT)
     stop()
     events.emit(Kind.COMMIT)
