@@ -241,6 +241,37 @@ def case_parts_of_variables_that_replicas_assign():
     np.testing.assert_array_equal(own.numpy()[:, 0], [4, 8, 0])
 
 
+@pytest.mark.parametrize("compiled", ["", "in a replica", "outside"])
+def case_variables_that_replicas_create(compiled):
+    """They start from the same values, and are aggregated unless a compiled function creates them."""
+    here, rank = strategy(), choros.rank()
+    made = []
+
+    def step(**how):
+        if not made:
+            made.append(tf.Variable(tf.random.normal([2]), **how))
+        return made[0] + 1.0
+
+    function = tf.function(step) if compiled == "in a replica" else step
+    run = tf.function(here.run) if compiled == "outside" else here.run
+    first, second = allgather_object(run(function).numpy())
+    np.testing.assert_array_equal(first, second)
+
+    made.clear()
+    summed = {"aggregation": tf.VariableAggregation.SUM}
+    if compiled:
+        with pytest.raises(ConfigError, match="is created in a tf"):
+            run(function, kwargs=summed)
+        return
+    run(function, kwargs=summed)
+    here.run(lambda: made[0].assign([1.0 + rank] * 2))
+    np.testing.assert_array_equal(made[0], [3, 3])
+    with here.scope(), here.scope():
+        nested = tf.Variable(0.0, **summed)
+    here.run(nested.assign, args=(1.0 + rank,))
+    assert nested.numpy() == 3.0
+
+
 def case_one_scope_object_is_entered_repeatedly():
     scope = strategy().scope()
     for _ in range(2):

@@ -81,10 +81,17 @@ def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     if thread.building_slices:  # they are different on each process
         return next_creator(**kwargs)
     initial = kwargs.get("initial_value")
-    if not tf.executing_eagerly() and not callable(initial):
-        return next_creator(**kwargs)  # its initial value is computed by the function that is being compiled
+    if not tf.executing_eagerly() and not callable(initial):  # the function that is being compiled computes it
+        if kwargs.get("aggregation") not in (None, tf.VariableAggregation.NONE):
+            raise ConfigError(
+                f"the variable {kwargs.get('name')!r} is created in a tf.function, where aggregation has no effect: "
+                "create it before, with strategy.scope(), or give its initial value as a function without arguments."
+            )
+        return next_creator(**{**kwargs, "initial_value": ops.broadcast(initial, 0, name="initial value")})
     with tf.init_scope():
         variable = next_creator(**kwargs)
+        if aggregates(variable):  # by a scope within this one
+            return variable
         host = np.asarray(variable.numpy())
         if not are_identical([host]):
             variable.assign(ops.broadcast(host, 0, name="initial value"))
