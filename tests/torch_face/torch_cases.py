@@ -856,8 +856,11 @@ def case_sparse_gradients_and_ranks_without_batches() -> None:
             model(words(batch, hvd.rank()), with_bag=True).backward()
             optimizer.step()
         assert hvd.join() == 1
-        for batch in range(max(steps)):
-            ranks = [rank for rank in range(2) if batch < steps[rank]]
+        optimizer.zero_grad()
+        model(words(5, hvd.rank()), with_bag=True).backward()
+        optimizer.step()
+        for batch in (*range(max(steps)), 5):
+            ranks = [rank for rank in range(2) if batch < steps[rank] or batch == 5]
             plain.zero_grad()
             (sum(reference(words(batch, rank), with_bag=True) for rank in ranks) / len(ranks)).backward()
             plain.step()

@@ -147,6 +147,7 @@ class BackwardExchange:
 
             def learn(ranks_have_sparse: Sequence[int]) -> None:
                 self._learn_kinds(ranks_have_sparse, [False] * len(self._parameters))
+                self._step = self._new_step()  # there may be other buckets
                 participate()
 
             parts[self._kinds] = learn
