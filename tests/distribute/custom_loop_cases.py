@@ -173,7 +173,9 @@ def case_gradients_that_the_step_has_reduced(skip):
     check(lambda: keras.optimizers.SGD(0.1), apply=apply)
 
 
-def case_reduced_gradients_before_slices_of_the_state_are_made():
+@pytest.mark.parametrize("compiled", [False, True] if keras.backend.backend() == "tensorflow" else [False])
+def case_reduced_gradients_and_slices_of_the_state(compiled):
+    """Eager, before they are made."""
     with distribute.MirroredStrategy(shard_state=True).scope() as here:
         ours, optimizer = made_variables(), keras.optimizers.Adam(0.1)
     theirs, plain = made_variables(), keras.optimizers.Adam(0.1)
@@ -182,8 +184,16 @@ def case_reduced_gradients_before_slices_of_the_state_are_made():
         reduced = distribute.get_replica_context().all_reduce("SUM", tensors)
         optimizer.apply_gradients(zip(reduced, ours, strict=True), skip_gradients_aggregation=True)
 
+    def run(tensors):
+        here.run(apply, args=(tensors,))
+
+    if compiled:
+        import tensorflow as tf
+
+        optimizer.build(ours)
+        run = tf.function(run)
     for step in range(STEPS):
-        here.run(apply, args=([keras.ops.convert_to_tensor(each) for each in gradients(step, choros.rank())],))
+        run([keras.ops.convert_to_tensor(each) for each in gradients(step, choros.rank())])
         plain.apply([keras.ops.convert_to_tensor(each) for each in sums(step)], theirs)
     for mine, expected in zip(ours, theirs, strict=True):
         mine, expected = map(keras.ops.convert_to_numpy, (mine, expected))

@@ -5,6 +5,9 @@ Run by ``test_drift.py`` on two ranks of each framework, whose random numbers di
 
 from __future__ import annotations
 
+import copy
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -179,6 +182,45 @@ def case_parameters_of_torch_without_gradients_stay_as_they_are():
         step(optimizers[1], alone, [0, 0, 1])
     for mine, expected in zip(ours.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, expected)
+
+
+def case_compiled_modules_of_torch_with_sparse_gradients():
+    """Hooks are not compiled; sums are sparse where gradients were, also on a replica that has none."""
+    import torch
+
+    class Words(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 1)
+
+        def forward(self, words):
+            return self.head(self.table(words)).square().sum()
+
+    def optimizers(words):
+        table, *others = words.parameters()
+        return torch.optim.SparseAdam([table], lr=0.1), torch.optim.SGD(others, lr=0.1)
+
+    def step(words, steps, batch):
+        for optimizer in steps:
+            optimizer.zero_grad()
+        if len(batch):
+            words(batch).backward()
+        for optimizer in steps:
+            optimizer.step()
+
+    torch.manual_seed(choros.rank())
+    ours = Words()
+    alone = copy.deepcopy(ours)
+    alone.load_state_dict(broadcast_object(ours.state_dict()))
+    ours.compile(backend="eager")
+    mine, whole = optimizers(ours), optimizers(alone)
+    for parts in (([0, 1], [1, 3]), ([2], []), ([], [0, 0])):
+        with warnings.catch_warnings():  # torch warns of what it compiles itself
+            warnings.simplefilter("ignore")
+            strategy().run(step, args=(ours, mine, torch.tensor(parts[choros.rank()], dtype=torch.long)))
+        step(alone, whole, torch.tensor([*parts[0], *parts[1]]))
+    for trained, expected in zip(ours.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(trained, expected)
 
 
 def case_modules_and_optimizers_of_torch():

@@ -10,6 +10,7 @@ ON_SOME = {
     "case_an_optimizer_made_outside_of_the_scope_sums_gradients": "torch tensorflow",
     "case_a_model_made_outside_of_the_scope_is_refused_if_replicas_differ": "torch tensorflow",
     "case_a_model_made_outside_of_the_scope_trains_if_replicas_agree": "torch jax",
+    "case_compiled_modules_of_torch_with_sparse_gradients": "torch",
     "case_reductions_of_integers_over_several_axes_and_of_strings": "torch tensorflow",
 }
 

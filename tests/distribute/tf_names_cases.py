@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import choros
 from choros import distribute
-from choros.errors import StrategyError
+from choros.errors import ConfigError, StrategyError
 from choros.parallel.objects import allgather_object
 
 
@@ -197,6 +197,79 @@ def case_random_numbers_differ_between_replicas_of_fit():
         model.fit(np.ones((4, 1)), np.ones((4, 1)), batch_size=4, verbose=0)
         assert differ(layer.drawn.numpy)
     assert not differ(generator.state.numpy)
+
+
+def case_parts_of_variables_that_replicas_assign():
+    """What they add is aggregated as an ``assign_add`` of it; other parts are those of the first replica, or errors."""
+    here, rank, how = strategy(), choros.rank(), tf.VariableAggregation
+    rows = tf.IndexedSlices(
+        tf.fill([2, 1], 2.0 + 2 * rank), tf.constant([rank, rank])
+    )  # twice 2 to row 0, or 4 to row 1
+    one = tf.fill([1, 1], 1.0 + rank)
+    totals = {
+        how.SUM: ([4, 8, 0], [0, 0, 0]),
+        how.MEAN: ([2, 4, 0], [0, 0, 0]),
+        how.ONLY_FIRST_REPLICA: ([4, 0, 0], [0, 0, 0]),
+    }
+    for compiled in (lambda function: function, tf.function):
+        for aggregation, results in totals.items():
+            with here.scope():
+                variable = tf.Variable(tf.zeros([3, 1]), aggregation=aggregation)
+            for method, total in zip((variable.scatter_add, variable.scatter_sub), results, strict=True):
+                compiled(lambda method=method: here.run(method, args=(rows,)))()
+                np.testing.assert_array_equal(variable[:, 0], total)
+            for assign in (
+                lambda variable=variable: variable.scatter_update(tf.IndexedSlices(one, tf.constant([2]))),
+                lambda variable=variable: variable.scatter_nd_update([[2]], one),
+                lambda variable=variable: variable[2:].assign(one),
+            ):
+                step = compiled(lambda assign=assign: here.run(assign))
+                if aggregation != how.ONLY_FIRST_REPLICA:
+                    with pytest.raises(ConfigError, match=r"a part of the variable .* Use scatter_add"):
+                        step()
+                else:
+                    step()
+                    np.testing.assert_array_equal(variable[:, 0], [0, 0, 1])
+                    variable.assign(tf.zeros([3, 1]))
+    on_read = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": how.SUM}
+    with here.scope():
+        variable, own = tf.Variable(tf.zeros([3, 1])), tf.Variable(tf.zeros([3, 1]), **on_read)
+    for assign in (variable.scatter_add, variable.scatter_update):
+        with pytest.raises(ConfigError, match="aggregation=NONE"):
+            here.run(assign, args=(rows,))
+    here.run(own.scatter_add, args=(rows,))
+    np.testing.assert_array_equal(own.numpy()[:, 0], [4, 8, 0])
+
+
+@pytest.mark.parametrize("compiled", ["", "in a replica", "outside"])
+def case_variables_that_replicas_create(compiled):
+    """They start from the same values, and are aggregated unless a compiled function creates them."""
+    here, rank = strategy(), choros.rank()
+    made = []
+
+    def step(**how):
+        if not made:
+            made.append(tf.Variable(tf.random.normal([2]), **how))
+        return made[0] + 1.0
+
+    function = tf.function(step) if compiled == "in a replica" else step
+    run = tf.function(here.run) if compiled == "outside" else here.run
+    first, second = allgather_object(run(function).numpy())
+    np.testing.assert_array_equal(first, second)
+
+    made.clear()
+    summed = {"aggregation": tf.VariableAggregation.SUM}
+    if compiled:
+        with pytest.raises(ConfigError, match="is created in a tf"):
+            run(function, kwargs=summed)
+        return
+    run(function, kwargs=summed)
+    here.run(lambda: made[0].assign([1.0 + rank] * 2))
+    np.testing.assert_array_equal(made[0], [3, 3])
+    with here.scope(), here.scope():
+        nested = tf.Variable(0.0, **summed)
+    here.run(nested.assign, args=(1.0 + rank,))
+    assert nested.numpy() == 3.0
 
 
 def case_one_scope_object_is_entered_repeatedly():

@@ -554,6 +554,10 @@ def case_settings_that_differ() -> None:
     lr = 0.01 * (1 + hvd.rank())
     with pytest.raises(DriftError, match=r"before step 1, .*'lr of group 0'"):
         train(model, sharded(functools.partial(torch.optim.Adam, lr=lr), model))
+    for name, setting in {"lr": torch.tensor(lr), "betas": (0.9, 0.99 * lr)}.items():
+        model = build()
+        with pytest.raises(DriftError, match=rf"before step 1, .*'{name} of group 0'"):
+            train(model, sharded(functools.partial(torch.optim.Adam, **{name: setting}), model))
 
 
 def case_a_state_that_one_rank_alone_has_loaded() -> None:

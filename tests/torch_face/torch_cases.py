@@ -179,6 +179,28 @@ def case_parameters_that_are_frozen_and_unfrozen() -> None:
 
 
 @with_and_without_overlap
+def case_parameters_that_are_frozen_while_a_rank_leaves_the_last_ones_unused() -> None:
+    """A rank has sent their bucket in its backward pass, and the other has not."""
+
+    def loss_of_rank(net: Any, rank: int, batch: Any) -> torch.Tensor:
+        inputs, labels = part(batch, rank)
+        hidden = net[:4](inputs)
+        return torch.nn.functional.cross_entropy(hidden[:, :CLASSES] if rank else net[4](hidden), labels)
+
+    def train_on(net: Any, optimizer: Any, ranks: Sequence[int]) -> None:
+        for step, batch in enumerate(batches()):
+            net[0].requires_grad_(step not in {2, 3})
+            optimizer.zero_grad()
+            torch.stack([loss_of_rank(net, rank, batch) for rank in ranks]).mean().backward()
+            optimizer.step()
+
+    model, reference = build(), build()
+    train_on(model, hvd.DistributedOptimizer(SGD(model.parameters())), [hvd.rank()])
+    train_on(reference, SGD(reference.parameters()), [0, 1])
+    assert_same(model, reference)
+
+
+@with_and_without_overlap
 def case_groups_of_parameters() -> None:
     def groups(net: torch.nn.Module) -> list[dict[str, Any]]:
         return [{"params": net[4].parameters(), "lr": 0.01}, {"params": net[2].parameters()}]
@@ -696,6 +718,20 @@ def case_state_of_unused_optimizers_is_created_and_the_next_step_is_the_first() 
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(build().parameters()), 0)
 
 
+def case_state_that_is_broadcast_keeps_its_dtypes() -> None:
+    """``mu_product`` of NAdam is of float32, with parameters of any dtype."""
+    for dtype in (torch.float64, torch.bfloat16):
+        model = build().to(dtype)
+        optimizer = hvd.DistributedOptimizer(torch.optim.NAdam(model.parameters(), lr=0.01, momentum_decay=0.01))
+        data = [(inputs.to(dtype), labels) for inputs, labels in parts()]
+        train(model, optimizer, data[:3])
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert {each["mu_product"].dtype for each in optimizer.state.values()} == {torch.float32}
+        train(model, optimizer, data[3:])
+        for parameter in model.parameters():
+            assert torch.equal(parameter, hvd.broadcast(parameter, root_rank=0))
+
+
 def case_named_tuples_in_an_optimizers_settings() -> None:
     adam = ADAM(build().parameters())
     adam.param_groups[0]["limits"] = Limits(0.5 + hvd.rank(), 0.9)
@@ -820,8 +856,11 @@ def case_sparse_gradients_and_ranks_without_batches() -> None:
             model(words(batch, hvd.rank()), with_bag=True).backward()
             optimizer.step()
         assert hvd.join() == 1
-        for batch in range(max(steps)):
-            ranks = [rank for rank in range(2) if batch < steps[rank]]
+        optimizer.zero_grad()
+        model(words(5, hvd.rank()), with_bag=True).backward()
+        optimizer.step()
+        for batch in (*range(max(steps)), 5):
+            ranks = [rank for rank in range(2) if batch < steps[rank] or batch == 5]
             plain.zero_grad()
             (sum(reference(words(batch, rank), with_bag=True) for rank in ranks) / len(ranks)).backward()
             plain.step()

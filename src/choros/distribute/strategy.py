@@ -128,7 +128,7 @@ class Strategy(ABC):
             raise StrategyError(
                 "strategy.run was called inside a replica: call it outside of the functions that it runs."
             )
-        with enter_scope(self), patch_keras(self, in_run=True):
+        with enter_scope(self), patch_keras(self, in_run=True), self._following_variables():
             return self.replicas.run(self, fn, args, kwargs or {})
 
     @final
@@ -239,6 +239,11 @@ class Strategy(ABC):
         return per_replica([value_fn(ValueContext(first + i, count)) for i in range(self.replicas.local_count)])
 
     @final
+    def _following_variables(self) -> AbstractContextManager[None]:
+        """The block in which TensorFlow's new variables are those of all replicas."""
+        return follow_variables() if self.replicas.may_differ else nullcontext()
+
+    @final
     def _check_not_in_replica(self, method: str, instead: str) -> None:
         if current_replica() is not None:
             raise StrategyError(
@@ -260,10 +265,9 @@ class _Scope(AbstractContextManager[Strategy]):
         strategy, replicas = self._strategy, self._strategy.replicas
         guard_saving()
         with ExitStack() as stack:
-            for block in (enter_scope(strategy), replicas.on_device(), patch_keras(strategy)):
+            following = strategy._following_variables()
+            for block in (enter_scope(strategy), replicas.on_device(), patch_keras(strategy), following):
                 stack.enter_context(block)
-            if replicas.may_differ:
-                stack.enter_context(follow_variables())
             self._entered.append(stack.pop_all())
         return strategy
 

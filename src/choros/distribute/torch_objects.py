@@ -53,12 +53,13 @@ def watch_model(model: Any) -> None:
 @contextmanager
 def synchronized_torch_objects(replica: int) -> Iterator[None]:
     """The block of a replica: modules start from equal values, optimizers sum gradients, random numbers are its own."""
+    from torch.compiler import disable
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     _watch_steps()
     hooks = (
-        register_module_forward_pre_hook(_before_forward),
+        register_module_forward_pre_hook(disable(_before_forward)),  # torch.compile traces neither it nor what it calls
         register_optimizer_step_pre_hook(_before_step),
         register_optimizer_step_post_hook(_after_step),
     )
@@ -130,15 +131,19 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         adapter.zeros_like(each) if each.grad is None else adapter.to_dense(each.grad, tuple(each.shape))
         for each in parameters
     ]
-    # Which have a gradient: torch leaves out the others, also what decays or moves without one.
-    have = np.array([each.grad is not None for each in parameters], np.float32)
-    gradients = [*dense, adapter.from_host(have, parameters[0])] if on_device else [*map(adapter.to_host, dense), have]
+    # Which have a gradient: torch leaves out the others, also what decays or moves without one. Which a sparse one.
+    have = [each.grad is not None for each in parameters]
+    are_sparse = [each.grad is not None and each.grad.is_sparse for each in parameters]
+    kinds = np.array([have, are_sparse], np.float32)
+    gradients = (
+        [*dense, adapter.from_host(kinds, parameters[0])] if on_device else [*map(adapter.to_host, dense), kinds]
+    )
     *reduced, sums = reducer.reduce(gradients, examples=1)
-    if not have.all():
-        have = adapter.to_host(sums.data) if on_device else sums
-    for parameter, result, has in zip(parameters, reduced, have, strict=True):
+    if not all(have) or any(are_sparse):
+        kinds = adapter.to_host(sums.data) if on_device else sums
+    for parameter, result, has, is_sparse in zip(parameters, reduced, *kinds, strict=True):
         own = result.data if on_device else adapter.from_host(result, parameter)
-        parameter.grad = own if has else None
+        parameter.grad = None if not has else own.to_sparse(1) if is_sparse else own
 
 
 def _after_step(optimizer: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:

@@ -44,6 +44,12 @@ from choros.training.thread import doing, thread
 from choros.training.variables import aggregate
 
 _log = logging.getLogger("choros")
+#: TensorFlow's methods that assign a part of a variable, but for those that add to it; the last is ``v[:2].assign()``.
+_OF_PARTS = (
+    *("scatter_max", "scatter_min", "scatter_mul", "scatter_div", "scatter_update", "batch_scatter_update"),
+    *("scatter_nd_add", "scatter_nd_sub", "scatter_nd_update", "scatter_nd_max", "scatter_nd_min"),
+    "_strided_slice_assign",
+)
 #: How far from their mean, as a part of their size, replicas' rows are that are no moving averages.
 _APART = 0.2
 #: The ``on_read`` variables by their ``id``, in the order of their creation: variables compare by value.
@@ -75,28 +81,37 @@ def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     if thread.building_slices:  # they are different on each process
         return next_creator(**kwargs)
     initial = kwargs.get("initial_value")
-    if not tf.executing_eagerly() and not callable(initial):
-        return next_creator(**kwargs)  # its initial value is computed by the function that is being compiled
+    if not tf.executing_eagerly() and not callable(initial):  # the function that is being compiled computes it
+        if kwargs.get("aggregation") not in (None, tf.VariableAggregation.NONE):
+            raise ConfigError(
+                f"the variable {kwargs.get('name')!r} is created in a tf.function, where aggregation has no effect: "
+                "create it before, with strategy.scope(), or give its initial value as a function without arguments."
+            )
+        return next_creator(**{**kwargs, "initial_value": ops.broadcast(initial, 0, name="initial value")})
     with tf.init_scope():
         variable = next_creator(**kwargs)
+        if aggregates(variable):  # by a scope within this one
+            return variable
         host = np.asarray(variable.numpy())
         if not are_identical([host]):
             variable.assign(ops.broadcast(host, 0, name="initial value"))
-    _follow(variable, variable.synchronization == tf.VariableSynchronization.ON_READ, _OnReadOfTensorFlow)
+    is_on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
+    _follow(variable, is_on_read, _OnReadOfTensorFlow if is_on_read else _OnWriteOfTensorFlow)
     return variable
 
 
 def follow_aggregation(variable: Any) -> None:
     """Makes a new variable of Keras aggregate what replicas assign to their copies, as it asks."""
     if variable.aggregation != "none" and not thread.creating_metric_variable:
-        _follow(variable, variable.synchronization == "on_read", _OnReadOfKeras)
+        is_on_read = variable.synchronization == "on_read"
+        _follow(variable, is_on_read, _OnReadOfKeras if is_on_read else _OnWrite)
 
 
-def _follow(variable: Any, is_on_read: bool, on_read: type) -> None:
+def _follow(variable: Any, is_on_read: bool, methods: type) -> None:
     if is_on_read:
         _read_together[id(variable)] = variable
     kind: Any = type(variable)
-    variable.__class__ = derived(kind, on_read if is_on_read else _OnWrite)
+    variable.__class__ = derived(kind, methods)
 
 
 def aggregates(variable: Any) -> bool:
@@ -224,6 +239,43 @@ class _OnWrite:
             return super().assign_sub(value, *args, **kwargs)  # type: ignore[misc]
 
 
+class _OnWriteOfTensorFlow(_OnWrite):
+    """Has TensorFlow's methods that assign a part, too; what ``scatter_add`` and ``scatter_sub`` add is aggregated."""
+
+    def scatter_add(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
+        if _replicas_assign():
+            return self.assign_add(_dense(self, sparse_delta))
+        return super().scatter_add(sparse_delta, *args, **kwargs)  # type: ignore[misc]
+
+    def scatter_sub(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
+        if _replicas_assign():
+            return self.assign_sub(_dense(self, sparse_delta))
+        return super().scatter_sub(sparse_delta, *args, **kwargs)  # type: ignore[misc]
+
+
+def _assigning_a_part(method: str) -> Callable[..., Any]:
+    """Returns TensorFlow's ``method`` for replicas: the part that the first one assigns, if the variable asks for it,
+    else an error, as replicas may assign different parts.
+    """
+
+    def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
+        together = _replicas_assign()
+        if together and (kind := _kind_of_written(self)) != "only_first_replica":
+            raise ConfigError(
+                f"a replica assigned a part of the variable {self.name!r} by {method.strip('_')}: parts have no "
+                f"{kind}, as replicas may assign different ones. Use scatter_add or scatter_sub, assign the "
+                "whole variable, or create it with aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA."
+            )
+        result = getattr(super(_OnWriteOfTensorFlow, self), method)(*args, **kwargs)
+        return self.assign(self.read_value()) if together else result
+
+    return assign
+
+
+for _method in _OF_PARTS:
+    setattr(_OnWriteOfTensorFlow, _method, _assigning_a_part(_method))
+
+
 class _OnRead:
     """The methods of a variable whose copies are aggregated when it is read outside of replicas and of ``fit``."""
 
@@ -318,6 +370,16 @@ def _written(variable: Any, value: Any) -> Any:
             return value
     if thread.using_own_copy or thread.applying_updates:
         return value
+    return aggregate(_kind_of_written(variable), _tensor(variable, value), step)
+
+
+def _replicas_assign() -> bool:
+    """Whether what is assigned here, to a variable of TensorFlow, is one replica's."""
+    return in_replica() and not (thread.using_own_copy or thread.applying_updates)
+
+
+def _kind_of_written(variable: Any) -> str:
+    """Returns how what replicas assign to the variable is aggregated; an error if it is not."""
     kind = _kind(variable)
     if kind == "none":
         raise ConfigError(
@@ -326,8 +388,15 @@ def _written(variable: Any, value: Any) -> Any:
             "synchronization=tf.VariableSynchronization.ON_READ for a copy of each replica, or assign it outside of "
             "strategy.run."
         )
-    value = _tensor(variable, value)
-    return aggregate(kind, value, step)
+    return kind
+
+
+def _dense(variable: Any, rows: Any) -> Any:
+    """Returns what ``rows`` add to a variable of TensorFlow, in its shape."""
+    import tensorflow as tf
+
+    values = tf.convert_to_tensor(rows.values, variable.dtype)
+    return tf.scatter_nd(tf.expand_dims(rows.indices, -1), values, tf.shape(variable, rows.indices.dtype))
 
 
 def _step_of_fit() -> Any:

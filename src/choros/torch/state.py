@@ -116,6 +116,18 @@ def broadcast_optimizer_state(
     )
     if not is_root:
         optimizer.load_state_dict(state)
+        _keep_dtypes(optimizer, state["state"])
+
+
+def _keep_dtypes(optimizer: Any, sent: Mapping[int, Any]) -> None:
+    """Gives the state that ``optimizer`` has loaded the root's dtypes: torch has given it those of its parameters, but
+    NAdam's ``mu_product``, say, is of float32, and the next step would be another one than the root's.
+    """
+    for index, parameter in enumerate(parameters_of(optimizer)):
+        for key, value in sent.get(index, {}).items():
+            loaded = optimizer.state[parameter][key]
+            if torch.is_tensor(value) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device)
 
 
 def _broadcast_slices(

@@ -11,6 +11,7 @@ updates of its slices with the others' gradients and settings, such as the learn
 """
 
 import itertools
+import numbers
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from choros.parallel.reduce.gradients import Gradient
 from choros.parallel.reduce.slices import LOADED, check_loaded, log_memory
 from choros.parallel.reduce.torch_backward import BackwardExchange, compare_parameters
 from choros.torch.division import trained
-from choros.torch.messages import decoded, encoded
+from choros.torch.messages import decoded, encoded, on_host
 from choros.torch.sliced_state import ParameterSlices, settings_of, use_settings
 
 _ADVICE = (
@@ -110,15 +111,13 @@ class SlicedStep:
         check_loaded(loads, process_set.ranks)
         self.slices.loads = 0
         groups = enumerate(optimizer.param_groups)
-        places = [
-            (index, group, key) for index, group in groups for key, each in group.items() if isinstance(each, float)
-        ]
+        places = [(index, group, key) for index, group in groups for key, each in group.items() if _has_numbers(each)]
         names = [f"{key} of group {index}" for index, _, key in places]
-        values = [np.array(group[key]) for _, group, key in places]
+        values = [np.array(on_host(group[key]), np.float64) for _, group, key in places]
 
         def assign(number: int, host: Any) -> None:
             _, group, key = places[number]
-            group[key] = float(host)
+            group[key] = _with_numbers(group[key], host)
 
         check_identical(names, values, comparison, advice=_SETTINGS_ADVICE, process_set=process_set, assign=assign)
 
@@ -172,6 +171,22 @@ class SlicedStep:
     @property
     def _communicator(self) -> Any:
         return self.slices.process_set.communicator
+
+
+def _has_numbers(setting: Any) -> bool:
+    """Whether a setting, such as ``lr`` or ``betas``, consists of numbers, some of them tensors maybe."""
+    if isinstance(setting, tuple):
+        return all(_has_numbers(each) and not isinstance(each, tuple) for each in setting)
+    if torch.is_tensor(setting):
+        return bool(setting.numel() == 1)
+    return isinstance(setting, numbers.Real) and not isinstance(setting, bool)
+
+
+def _with_numbers(setting: Any, values: Any) -> Any:
+    """Returns a setting with other numbers; tensors, which others may refer to, in their memory."""
+    if isinstance(setting, tuple):
+        return getattr(setting, "_make", tuple)(map(_with_numbers, setting, values))
+    return setting.fill_(float(values)) if torch.is_tensor(setting) else type(setting)(values)
 
 
 class GradientHook:

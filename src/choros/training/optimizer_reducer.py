@@ -459,6 +459,8 @@ class OptimizerReducer:
 def _call_if(due: Any, function: Callable[[Sequence[Any]], None], values: Sequence[Any]) -> None:
     """Calls ``function`` with the ``values`` if ``due``: now, or whenever the compiled step runs."""
     adapter = keras_arrays()
+    if due is False:  # also in a compiled step, which has reduced the gradients itself
+        return
     if not adapter.is_symbolic([due]):
         if due:
             function(values)

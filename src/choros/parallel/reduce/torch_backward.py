@@ -114,9 +114,9 @@ class BackwardExchange:
         return [_tensor_of(result, parameter, None, on_device=on_device) for result, parameter in pairs]
 
     def _follow(self, parameters: Sequence[Any]) -> None:
-        """Moves the hooks to other parameters, once the buckets that are being sent are reduced."""
+        """Moves the hooks to other parameters, once the buckets are reduced that any rank may have begun to send."""
         if [id(parameter) for parameter in parameters] != self._ids:
-            if self._step.works:
+            if self._overlap and self._kinds_known:
                 self._finish([parameter.grad for parameter in self._parameters])
             self._register(parameters)
 
@@ -147,6 +147,7 @@ class BackwardExchange:
 
             def learn(ranks_have_sparse: Sequence[int]) -> None:
                 self._learn_kinds(ranks_have_sparse, [False] * len(self._parameters))
+                self._step = self._new_step()  # there may be other buckets
                 participate()
 
             parts[self._kinds] = learn
