@@ -184,6 +184,7 @@ def _groups(groups: int | Sequence[Sequence[Any]], optimizer: Any) -> int | tupl
     if not isinstance(groups, int) and not optimizer.built:
         raise ConfigError(
             "groups=[[variable, …], …] needs the order of the variables: call "
-            "optimizer.build(model.trainable_variables) first, or pass a number of groups."
+            "optimizer.build(model.trainable_variables) first, or pass a number of groups, as with "
+            "backward_passes_per_step, for which the optimizer must not be built."
         )
     return indices_of_groups(groups, trained_variables(optimizer) if optimizer.built else (), "variable")
