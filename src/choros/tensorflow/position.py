@@ -73,9 +73,8 @@ def join() -> Any:
         The rank that was the last to join, the same on every rank, as an int32 scalar.
 
     Raises:
-        MismatchError: on all ranks, if the others broadcast from a rank that has joined, gather weights
-            (``shard_state``), or if this rank has never computed the gradients that they compress by
-            ``Compression.power_sgd``.
+        MismatchError: on all ranks, if the others broadcast from a rank that has joined or gather weights, or if this
+            rank has never computed the gradients that they compress by ``Compression.power_sgd``.
 
     Example:
         >>> import choros.tensorflow as hvd
