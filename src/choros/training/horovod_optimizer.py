@@ -183,7 +183,7 @@ def local_variables(layers: Any) -> list[Any]:
 def _groups(groups: int | Sequence[Sequence[Any]], optimizer: Any) -> int | tuple[tuple[int, ...], ...] | None:
     if not isinstance(groups, int) and not optimizer.built:
         raise ConfigError(
-            "groups=[[variable, …], …] needs the order of the variables: call optimizer.build(model.trainable_variables) "
+            "groups=[[variable, …], …] needs the order of variables: call optimizer.build(model.trainable_variables) "
             "first, or pass a number of groups, as with backward_passes_per_step, for which none may be built."
         )
     return indices_of_groups(groups, trained_variables(optimizer) if optimizer.built else (), "variable")
