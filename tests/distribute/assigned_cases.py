@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import keras
+import numpy as np
 import pytest
 
 from choros import distribute
@@ -132,15 +133,16 @@ class Annealed(Layers):
 class Annealing(keras.callbacks.Callback):
     """Assigns a weight before each batch that it alone changes; ``trained``: then also those that are trained."""
 
-    def __init__(self, strategy=None, trained=False):
+    def __init__(self, strategy=None, trained=False, then=lambda model: None):
         super().__init__()
-        self.strategy, self.trained = strategy, trained
+        self.strategy, self.trained, self.then = strategy, trained, then
 
     def on_train_batch_begin(self, batch, logs=None):
         model = self.model
         model.factor.assign(0.5**batch)
         for weight in model.first.weights if self.trained and batch else ():
             weight.assign(0.5 * weight)
+        self.then(model)
 
     def on_train_batch_end(self, batch, logs=None):
         if self.strategy:  # batches that still wait would have what is assigned for later ones
@@ -164,13 +166,32 @@ def case_a_callback_assigns_weights_while_batches_run():
         assert_same(model, alone)
 
 
+def case_a_callback_evaluates_what_is_trained_so_far():
+    seen = []
+    with cluster_of(workers=1) as strategy:
+        alone = annealed()
+        with strategy.scope():
+            model = annealed()
+        for each, of in ((alone, None), (model, strategy)):
+            seen.append(results := [])
+
+            def look(model, results=results):
+                results.append(model.evaluate(X, Y, verbose=0))
+                results.append(model.predict(X[:2], verbose=0).sum())
+
+            each.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[Annealing(of, then=look)])
+    np.testing.assert_allclose(*seen, rtol=1e-4)
+
+
 def case_a_callback_that_assigns_what_batches_train_is_an_error():
     """What it has read is of the time before them."""
     with cluster_of(workers=1) as strategy:
         with strategy.scope():
             model = annealed()
-        with pytest.raises(ConfigError, match=r"kernel' was assigned here while functions run on workers"):
-            model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[Annealing(strategy, trained=True)])
+        for then in (lambda model: None, lambda model: model.evaluate(X, Y, verbose=0)):
+            calls = [Annealing(strategy, trained=True, then=then)]
+            with pytest.raises(ConfigError, match=r"kernel' was assigned here while functions run on workers"):
+                model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=calls)
 
 
 def case_variables_that_functions_capture_must_not_change():

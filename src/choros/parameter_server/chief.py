@@ -139,7 +139,7 @@ class Chief:
         if not self._flushed:
             self._flushed = True
             self.flush_metrics()
-            self.session.pull()
+            self.session.synchronize()
 
     def _reference(self, item: Any) -> Reference | None:
         if isinstance(item, RemoteValue):

@@ -147,6 +147,11 @@ class ServerSession:
         self._assign(changed)
         self.pull()  # The servers send these values back once; receive them now.
 
+    def synchronize(self) -> None:
+        """Publishes what was assigned here, and pulls the rest."""
+        self.publish(running=True)
+        self.pull()
+
     def pull(self) -> None:
         """Assigns the values that have changed on the servers."""
         slots = bool(self.objects.slots)

@@ -82,6 +82,8 @@ class ServerTraining(Training):
             "train_function": training.train_function(),
             "make_train_function": lambda *_, **__: None,
             "get_metrics_result": training.epoch_results,
+            "make_test_function": training.after_batches(model.make_test_function),  # callbacks may evaluate
+            "make_predict_function": training.after_batches(model.make_predict_function),
         }
         with enter_fit(), replaced(model, **attributes):
             return call.run()
@@ -96,7 +98,7 @@ class ServerTraining(Training):
         """Runs on the chief, with the servers' variables; on a worker only before training."""
         del model
         if isinstance(self._role, Chief):
-            self._role.session.pull()
+            self._role.session.synchronize()
         # JAX gives the variables their values back.
         with doing("receiving_values") if keras.backend.backend() == "jax" else nullcontext():
             return call.run()
@@ -109,7 +111,7 @@ class ServerTraining(Training):
         """Writes on the chief, with the servers' variables."""
         del path
         if isinstance(self._role, Chief):
-            self._role.session.pull()
+            self._role.session.synchronize()
             return write()
         return None
 
@@ -145,6 +147,15 @@ class _CoordinatedTraining:
             return logs, jax_state(model)
 
         return with_state if keras.backend.backend() == "jax" else from_batches
+
+    def after_batches(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a method of the model that waits for all batches; the model then has the servers' variables."""
+
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            self._chief.join()
+            return method(*args, **kwargs)
+
+        return waiting
 
     def epoch_results(self) -> Any:
         """Waits for all batches and returns the model's metrics; the model then has the servers' variables."""

@@ -37,6 +37,8 @@ _LATE_ATTRIBUTES = frozenset(
         "_jax_state",
         "get_metrics_result",
         "history",
+        "make_predict_function",
+        "make_test_function",
         "make_train_function",
         "stop_evaluating",
         "stop_predicting",
