@@ -147,6 +147,7 @@ class Annealing(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if self.strategy:  # batches that still wait would have what is assigned for later ones
             self.strategy.role._queue.wait()
+        self.then(self.model)
 
 
 def annealed():
@@ -179,7 +180,7 @@ def case_a_callback_evaluates_what_is_trained_so_far():
                 results.append(model.evaluate(X, Y, verbose=0))
                 results.append(model.predict(X[:2], verbose=0).sum())
 
-            each.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[Annealing(of, then=look)])
+            each.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[Annealing(of, then=look)])
     np.testing.assert_allclose(*seen, rtol=1e-4)
 
 
@@ -188,8 +189,10 @@ def case_a_callback_that_assigns_what_batches_train_is_an_error():
     with cluster_of(workers=1) as strategy:
         with strategy.scope():
             model = annealed()
-        for then in (lambda model: None, lambda model: model.evaluate(X, Y, verbose=0)):
-            calls = [Annealing(strategy, trained=True, then=then)]
+        evaluating = keras.callbacks.LambdaCallback()
+        evaluating.on_train_batch_begin = lambda batch, logs=None: model.evaluate(X, Y, verbose=0)
+        for then in ([], [evaluating]):
+            calls = [Annealing(strategy, trained=True), *then]
             with pytest.raises(ConfigError, match=r"kernel' was assigned here while functions run on workers"):
                 model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=calls)
 

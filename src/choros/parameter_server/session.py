@@ -161,7 +161,7 @@ class ServerSession:
         for shard in [shard for shard in self._received if shard.variable in self._variables]:
             changed.setdefault(shard.variable, []).append((shard, self._received.pop(shard)))
         for key, parts in changed.items():
-            value = self._whole(key, parts)
+            value = _whole(self._variables[key], parts)
             if self._worker is None:
                 self._last[key] = _digest(value)
             self._pushed.pop(key, None)
@@ -326,13 +326,14 @@ class ServerSession:
             new.append(slot_key)
         self._placement = {**self._placement, **place_slots(new, self._placement, len(self.servers))}
 
-    def _whole(self, key: VariableKey, parts: list[tuple[Shard, Array]]) -> Array:
-        if len(parts) == 1 and parts[0][0].end is None:
-            return parts[0][1]
-        value = host(self._variables[key])
-        for shard, part in parts:
-            value[shard.begin : shard.end] = part
-        return value
+
+def _whole(variable: Any, parts: list[tuple[Shard, Array]]) -> Array:
+    if len(parts) == 1 and parts[0][0].end is None:
+        return parts[0][1]
+    value = host(variable)
+    for shard, part in parts:
+        value[shard.begin : shard.end] = part
+    return value
 
 
 def _digest(value: Array) -> bytes:

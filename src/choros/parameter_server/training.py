@@ -85,6 +85,8 @@ class ServerTraining(Training):
             "make_test_function": training.after_batches(model.make_test_function),  # callbacks may evaluate
             "make_predict_function": training.after_batches(model.make_predict_function),
         }
+        if keras.backend.backend() == "jax":
+            attributes["jax_state_sync"] = _receiving(model.jax_state_sync)
         with enter_fit(), replaced(model, **attributes):
             return call.run()
 
@@ -209,6 +211,16 @@ def train_on(session: ServerSession, model: Any, batch: Any) -> dict[str, float]
             with doing("receiving_values"):
                 _assign(model, new)
     return dict(pythonify_logs(logs))
+
+
+def _receiving(give_back: Callable[[], None]) -> Callable[[], None]:
+    """On JAX, Keras gives variables their values back: nothing that the user assigns."""
+
+    def receive() -> None:
+        with doing("receiving_values"):
+            give_back()
+
+    return receive
 
 
 def _build(model: Any, batch: Any) -> None:

@@ -37,6 +37,7 @@ _LATE_ATTRIBUTES = frozenset(
         "_jax_state",
         "get_metrics_result",
         "history",
+        "jax_state_sync",
         "make_predict_function",
         "make_test_function",
         "make_train_function",
