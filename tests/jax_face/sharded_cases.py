@@ -160,6 +160,22 @@ def _plain(tx: Any) -> Any:
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 
+def case_transformations_that_use_the_shapes_of_arrays() -> None:
+    """Of an array whose last dimension is 1, an even slice would have another one."""
+    of_each: dict[str, Callable[[Any], Any]] = {
+        "width": lambda each: each / each.shape[-1],
+        "a table of sizes": lambda each: each * jnp.asarray([1.0, each.size])[1],
+        "a row": lambda each: each * (2.0 if each.shape[-1] == 1 else 1.0),
+    }
+    params = {"w": jnp.ones((300, 1)), "b": jnp.ones(1)}
+    for name, function in of_each.items():
+        plain = optax.stateless(lambda updates, _, function=function: jax.tree.map(function, updates))
+        tx = hvd.distributed(plain, shard_state=True)
+        updates, state = tx.update(params, tx.init(params), params)
+        assert not state.division.by_item, name
+        assert_same(updates, plain.update(params, plain.init(params), params)[0])
+
+
 def case_each_rank_has_its_share_of_the_state() -> None:
     params = {"table": jnp.ones((1000, 32)), "kernel": jnp.ones((200, 100)), "bias": jnp.ones(100)}
     state = hvd.distributed(optax.adam(0.1), shard_state=True).init(params)
