@@ -74,12 +74,12 @@ class SlicedUpdate:
         """Checks that ``tx`` works on trees that lack arrays, on all ranks in the same way."""
         specs = [jax.ShapeDtypeStruct(*each) for each in division.params]
         halves = ([spec if position % 2 == odd else None for position, spec in enumerate(specs)] for odd in (0, 1))
-        trees: list[list[Any]] = [specs, *halves]
-        if any(all(start == stop for start, stop in of_rank) for of_rank in zip(*division.ranges, strict=True)):
-            trees.append([None] * len(specs))
+        trees = [with_slices(params, indices, each) for each in (specs, *halves, [None] * len(specs))]
+        has_none = any(all(start == stop for start, stop in of_rank) for of_rank in zip(*division.ranges, strict=True))
 
         try:
-            whole, *others = (programs_of_updates(self._tx, with_slices(params, indices, each)) for each in trees)
+            whole, *others = (programs_of_updates(self._tx, each) for each in (trees if has_none else trees[:-1]))
+            of_all, *of_halves, of_none = ({*paths_of(jax.eval_shape(self._tx.init, each))} for each in trees)
         except Exception as error:
             raise ConfigError(
                 "shard_state=True applies the transformation to trees that have optax.MaskedNode() for parameters of "
@@ -93,6 +93,12 @@ class SlicedUpdate:
                     "which each rank has some only: the transformation counts them, numbers them, or makes something "
                     "else each time it is traced. Leave shard_state out."
                 )
+        if set.union(*of_halves) != of_all or set.intersection(*of_halves) != of_none:
+            raise ConfigError(
+                "shard_state=True: the paths of the transformation's state do not tell to which parameter an array of "
+                "it belongs, such as those of a list of all arrays. Let init() return trees like the parameters, or "
+                "leave shard_state out."
+            )
 
     def update(self, updates: Any, state: Any, params: Any = None, *, examples: Any = 1, **extra_args: Any) -> Any:
         """Returns the updates of all parameters, and this rank's new state."""
