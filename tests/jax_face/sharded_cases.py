@@ -446,6 +446,9 @@ def case_what_a_state_of_slices_is_not_for() -> None:
     other = {"a": jnp.ones(31), "b": jnp.ones((2, 2))}
     with pytest.raises(ConfigError, match=r"shapes \[\(30,\), \(2, 2\)\], and given were arrays of \[\(31,\)"):
         tx.update(other, state, other)
+    for lacking in (None, jnp.zeros((2, 2), jnp.int32)):
+        with pytest.raises(ConfigError, match=r"and given were arrays of \[\(30,\)\]"):
+            tx.update({"a": jnp.ones(30), "b": lacking}, state, params)
     with pytest.raises(ConfigError, match=r"arguments for the transformation can be numbers only"):
         tx.update(params, state, params, value_fn=lambda params: 0.0)
     with pytest.raises(ConfigError, match=r"whole_state was called inside jax\.jit"):

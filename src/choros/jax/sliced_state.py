@@ -109,9 +109,9 @@ class SlicedUpdate:
         _check_scalars(extra_args)
         own = None if params is None else division.slices_of(params)
         gradients = trained_of(updates)
-        layout = division.layout([each.dtype for each in gradients.values()])
-        if [each.shape for each in gradients.values()] != [each.shape for each in layout]:
+        if [each.shape for each in gradients.values()] != [shape for shape, _ in division.params]:
             division.slices_of(updates)  # the error
+        layout = division.layout([each.dtype for each in gradients.values()])
         values = list(gradients.values())
         reduced, number = self._reduction.reduce_slices(values, layout, division.shapes, params, examples)
         items = iter(reduced)
