@@ -176,6 +176,20 @@ def case_transformations_that_use_the_shapes_of_arrays() -> None:
         assert_same(updates, plain.update(params, plain.init(params), params)[0])
 
 
+def case_hyperparameters_in_a_dtype_of_all_parameters() -> None:
+    """Of which some ranks have those of bfloat16 only."""
+    dtypes = {"a": jnp.bfloat16, "b": jnp.bfloat16, "c": jnp.float32, "d": jnp.float32}
+    params = {name: jnp.full(200, 0.5, dtype) for name, dtype in dtypes.items()}
+    create = optax.inject_hyperparams(optax.adam)
+    with pytest.raises(ConfigError, match=r"optax.inject_hyperparams has hyperparam_dtype=…"):
+        hvd.distributed(create(0.1), shard_state=True).init(params)
+    plain = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(0.1)
+    tx = hvd.distributed(plain, shard_state=True)
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    expected, whole = jax.jit(plain.update)(params, plain.init(params), params)
+    assert_identical((updates, hvd.whole_state(tx, state, params)), (expected, whole))
+
+
 def case_each_rank_has_its_share_of_the_state() -> None:
     params = {"table": jnp.ones((1000, 32)), "kernel": jnp.ones((200, 100)), "bias": jnp.ones(100)}
     state = hvd.distributed(optax.adam(0.1), shard_state=True).init(params)

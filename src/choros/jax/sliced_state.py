@@ -73,12 +73,15 @@ class SlicedUpdate:
     def _check_without_some(self, params: Any, indices: Sequence[int], division: Division) -> None:
         """Checks that ``tx`` works on trees that lack arrays, on all ranks in the same way."""
         specs = [jax.ShapeDtypeStruct(*each) for each in division.params]
-        halves = ([spec if position % 2 == odd else None for position, spec in enumerate(specs)] for odd in (0, 1))
-        trees = [with_slices(params, indices, each) for each in (specs, *halves, [None] * len(specs))]
-        has_none = any(all(start == stop for start, stop in of_rank) for of_rank in zip(*division.ranges, strict=True))
+        halves = [[spec if position % 2 == odd else None for position, spec in enumerate(specs)] for odd in (0, 1)]
+        on_ranks = zip(*division.ranges, strict=True)
+        different = dict.fromkeys(tuple(start < stop for start, stop in each) for each in on_ranks)
+        of_ranks = [[spec if has else None for spec, has in zip(specs, each, strict=True)] for each in different]
+        trees = [with_slices(params, indices, each) for each in (specs, *halves, *of_ranks)]
 
         try:
-            whole, *others = (programs_of_updates(self._tx, each) for each in (trees if has_none else trees[:-1]))
+            whole, *others = (programs_of_updates(self._tx, each) for each in trees)
+            trees[3:] = [with_slices(params, indices, [None] * len(specs))]
             of_all, *of_halves, of_none = ({*paths_of(jax.eval_shape(self._tx.init, each))} for each in trees)
         except Exception as error:
             raise ConfigError(
@@ -90,8 +93,9 @@ class SlicedUpdate:
             if whole[path] != program:
                 raise ConfigError(
                     f"shard_state=True: the update of {path} is another one without some of the other parameters, of "
-                    "which each rank has some only: the transformation counts them, numbers them, or makes something "
-                    "else each time it is traced. Leave shard_state out."
+                    "which each rank has some only: the transformation counts them, numbers them, computes in a dtype "
+                    "of all (optax.inject_hyperparams has hyperparam_dtype=…), or makes something else each time it is "
+                    "traced. Leave shard_state out."
                 )
         if set.union(*of_halves) != of_all or set.intersection(*of_halves) != of_none:
             raise ConfigError(
