@@ -197,6 +197,17 @@ def case_gradients_in_the_memory_of_xla(monkeypatch: pytest.MonkeyPatch) -> None
     case_several_models_by_vmap()
 
 
+def case_a_step_that_is_not_finite_on_one_rank() -> None:
+    """All leave it out."""
+    tx = hvd.distributed(optax.apply_if_finite(optax.sgd(1.0), 3))
+    params = {"w": jnp.ones(2)}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for gradient, expected in ((jnp.nan if hvd.rank() == 1 else 1.0, 0.0), (1.0, -1.0)):
+        updates, state = update({"w": jnp.full(2, gradient)}, state, params)
+        assert updates["w"].tolist() == [expected] * 2
+    assert state.total_notfinite == 1
+
+
 def case_several_models_by_vmap() -> None:
     data = batches(7, 5)
     tx = hvd.distributed(clipped_adam())
