@@ -439,12 +439,13 @@ def case_transformations_that_need_all_parameters() -> None:
 
 def case_arrays_without_items_and_numbers_of_numpy() -> None:
     params = {"w": jnp.ones((7, 3)), "none": jnp.zeros((0, 4)), "scale": np.float32(2.0)}
-    plain = optax.adam(0.1)
-    tx = hvd.distributed(plain, shard_state=True)
-    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
-    expected, whole = jax.jit(plain.update)(params, plain.init(params), params)
-    assert_same(updates, expected)
-    assert_same(hvd.whole_state(tx, state, params), whole)
+    for plain in (optax.adam(0.1), optax.novograd(0.1)):  # of which one has a number for each array
+        tx = hvd.distributed(plain, shard_state=True)
+        updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+        expected, whole = jax.jit(plain.update)(params, plain.init(params), params)
+        assert_same(updates, expected)
+        assert_same(hvd.whole_state(tx, state, params), whole)
+        assert_same(hvd.own_state(tx, whole, params), state)
 
 
 def case_what_a_state_of_slices_is_not_for() -> None:

@@ -44,12 +44,14 @@ class Division:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        """The shape of this rank's slice of each parameter, with as many dimensions; ``None`` without items."""
+        """The shape of this rank's slice of each parameter, with as many dimensions; ``None`` if others have its items.
+        One without items is on all ranks.
+        """
         return tuple(self._slice_shape(*pair) for pair in zip(self.params, self.ranges, strict=True))
 
     def _slice_shape(self, param: tuple[tuple[int, ...], Any], ranges: Ranges) -> tuple[int, ...] | None:
         (shape, _), (start, stop) = param, ranges[self.rank]
-        if start == stop:
+        if start == stop and math.prod(shape):
             return None
         return (*(1 for _ in shape[1:]), stop - start) if self.by_item and shape else shape
 

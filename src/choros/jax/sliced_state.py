@@ -76,7 +76,8 @@ class SlicedUpdate:
         halves = [[spec if position % 2 == odd else None for position, spec in enumerate(specs)] for odd in (0, 1)]
         on_ranks = zip(*division.ranges, strict=True)
         different = dict.fromkeys(tuple(start < stop for start, stop in each) for each in on_ranks)
-        of_ranks = [[spec if has else None for spec, has in zip(specs, each, strict=True)] for each in different]
+        pairs_of = (zip(specs, each, strict=True) for each in different)
+        of_ranks = [[spec if has or not spec.size else None for spec, has in pairs] for pairs in pairs_of]
         trees = [with_slices(params, indices, each) for each in (specs, *halves, *of_ranks)]
 
         try:
@@ -202,8 +203,7 @@ class SlicedUpdate:
             if path not in owners:
                 values.append(np.asarray(own[path]))
                 continue
-            # The steps may have changed it; of an array without items no rank has a slice.
-            dtype = next((each[path][1] for each in kinds if path in each), spec.dtype)
+            dtype = next(each[path][1] for each in kinds if path in each)  # the steps may have changed it
             layout = SliceLayout(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
             items = np.asarray(own.get(path, np.empty(0)), dtype).reshape(-1)[: layout.items(division.rank)]
             held = {communicator.rank: [items]}
