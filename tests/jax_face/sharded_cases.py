@@ -470,6 +470,8 @@ def case_what_a_state_of_slices_is_not_for() -> None:
         jax.jit(lambda state: hvd.whole_state(tx, state, params))(state)
     with pytest.raises(ConfigError, match="expected was what distributed"):
         hvd.whole_state(optax.adam(0.1), state, params)
+    with pytest.raises(ConfigError, match=r"and given were arrays of \[\(6, 5\), \(4,\)\]"):
+        hvd.whole_state(tx, state, {"a": jnp.ones((6, 5)), "b": jnp.ones(4)})
     with pytest.raises(ConfigError, match="another state than that of one process"):
         hvd.own_state(tx, optax.sgd(0.1, momentum=0.9).init(params), params)
     with pytest.raises(ConfigError, match="own_state was given a state of"):

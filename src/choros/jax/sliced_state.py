@@ -113,9 +113,7 @@ class SlicedUpdate:
             return self._tx.update(updates, state, params, **extra_args)
         _check_scalars(extra_args)
         own = None if params is None else division.slices_of(params)
-        gradients = trained_of(updates)
-        if [each.shape for each in gradients.values()] != [shape for shape, _ in division.params]:
-            division.slices_of(updates)  # the error
+        gradients = division.arrays_of(updates)
         layout = division.layout([each.dtype for each in gradients.values()])
         values = list(gradients.values())
         reduced, number = self._reduction.reduce_slices(values, layout, division.shapes, params, examples)
@@ -190,6 +188,7 @@ class SlicedUpdate:
         """Gathers the state of one process, one array at a time."""
         division = state.division
         self._division_of(state, params)
+        division.arrays_of(params)
         process_set = self._reduction.reducer.config.process_set
         expected = jax.eval_shape(self._tx.init, params)
         own = dict(_with_paths(state.inner))
