@@ -430,6 +430,9 @@ def case_transformations_that_need_all_parameters() -> None:
     ):
         with pytest.raises(ConfigError, match="is another one without some of the other parameters"):
             hvd.distributed(optax.chain(optax.stateless(differs), optax.sgd(0.1)), shard_state=True).init(params)
+    one = optax.partition({"far": optax.contrib.dog(1.0), "near": optax.sgd(0.1)}, {"a": "near", "b": "far"})
+    with pytest.raises(ConfigError, match=r"the state .inner_states\['far'\].* is another one without some"):
+        hvd.distributed(one, shard_state=True).init(params)
     of_leaves = optax.GradientTransformation(jax.tree.leaves, lambda updates, state, _: (updates, state))
     with pytest.raises(ConfigError, match="do not tell to which parameter"):
         hvd.distributed(of_leaves, shard_state=True).init(params)

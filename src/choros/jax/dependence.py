@@ -100,22 +100,25 @@ def works_by_item(tx: Any, params: Any) -> bool:
     return all(value.by_item for value in (*updates, *states))
 
 
-def programs_of_updates(tx: Any, params: Any) -> dict[str, int]:
-    """A number for the program of each parameter's first update, by the parameter's path: equal for equal programs.
+def programs_of_results(tx: Any, params: Any) -> dict[str, int]:
+    """A number for the program of each result of the first update, by what it is: equal for equal programs.
 
     >>> import optax
     >>> params = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
-    >>> alone = programs_of_updates(optax.adam(0.1), {"b": params["b"]})
-    >>> programs_of_updates(optax.adam(0.1), params)["['b']"] == alone["['b']"]
+    >>> alone = programs_of_results(optax.adam(0.1), {"b": params["b"]})
+    >>> [*alone]
+    ["update of ['b']", 'state [0].count', "state [0].mu['b']", "state [0].nu['b']"]
+    >>> alone.items() <= programs_of_results(optax.adam(0.1), params).items()
     True
     """
 
     def update(params: Any) -> Any:
-        return tx.update(params, tx.init(params), params)[0]
+        return tx.update(params, tx.init(params), params)
 
-    traced = jax.make_jaxpr(update)(params)
-    paths = paths_of(params)
-    return dict(zip(paths, _programs(traced.jaxpr, traced.consts, list(map(hash, paths))), strict=True))
+    traced, (updates, state) = jax.make_jaxpr(update, return_shape=True)(params)
+    given = list(map(hash, paths_of(params)))
+    names = [f"update of {path}" for path in paths_of(updates)] + [f"state {path}" for path in paths_of(state)]
+    return dict(zip(names, _programs(traced.jaxpr, traced.consts, given), strict=True))
 
 
 def _programs(jaxpr: Any, constants: Sequence[Any], given: Sequence[int]) -> list[int]:

@@ -51,7 +51,7 @@ class Division:
 
     def _slice_shape(self, param: tuple[tuple[int, ...], Any], ranges: Ranges) -> tuple[int, ...] | None:
         (shape, _), (start, stop) = param, ranges[self.rank]
-        if start == stop and math.prod(shape):
+        if start == stop and 0 not in shape:
             return None
         return (*(1 for _ in shape[1:]), stop - start) if self.by_item and shape else shape
 

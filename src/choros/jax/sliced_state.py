@@ -26,7 +26,7 @@ from choros.arrays import ArraySpec
 from choros.comm import Array, DType, ProcessSet, Reduction
 from choros.errors import ConfigError, NotInitializedError
 from choros.jax.collectives import paths_of
-from choros.jax.dependence import programs_of_updates, works_by_item
+from choros.jax.dependence import programs_of_results, works_by_item
 from choros.jax.division import FILES, Division, SlicedState, of_models, refuse_slices, trained_of, with_slices
 from choros.jax.reduction import ADAPTER, GradientReduction
 from choros.parallel.objects import allgather_object
@@ -81,7 +81,7 @@ class SlicedUpdate:
         trees = [with_slices(params, indices, each) for each in (specs, *halves, *of_ranks)]
 
         try:
-            whole, *others = (programs_of_updates(self._tx, each) for each in trees)
+            whole, *others = (programs_of_results(self._tx, each) for each in trees)
             trees[3:] = [with_slices(params, indices, [None] * len(specs))]
             of_all, *of_halves, of_none = ({*paths_of(jax.eval_shape(self._tx.init, each))} for each in trees)
         except Exception as error:
@@ -90,20 +90,20 @@ class SlicedUpdate:
                 f"which a rank has no part; with these it raised {type(error).__name__}: {error}. Give it no other "
                 "trees of arrays than those that init() and update() receive, or leave shard_state out."
             ) from error
-        for path, program in itertools.chain(*(each.items() for each in others)):
-            if whole[path] != program:
-                raise ConfigError(
-                    f"shard_state=True: the update of {path} is another one without some of the other parameters, of "
-                    "which each rank has some only: the transformation counts them, numbers them, computes in a dtype "
-                    "of all (optax.inject_hyperparams has hyperparam_dtype=…), or makes something else each time it is "
-                    "traced. Leave shard_state out."
-                )
         if set.union(*of_halves) != of_all or set.intersection(*of_halves) != of_none:
             raise ConfigError(
                 "shard_state=True: the paths of the transformation's state do not tell to which parameter an array of "
                 "it belongs, such as those of a list of all arrays. Let init() return trees like the parameters, or "
                 "leave shard_state out."
             )
+        for result, program in itertools.chain(*(each.items() for each in others)):
+            if whole.get(result, program) != program:
+                raise ConfigError(
+                    f"shard_state=True: the {result} is another one without some of the other parameters, of "
+                    "which each rank has some only: the transformation counts them, numbers them, computes in a dtype "
+                    "of all (optax.inject_hyperparams has hyperparam_dtype=…), or makes something else each time it is "
+                    "traced. Leave shard_state out."
+                )
 
     def update(self, updates: Any, state: Any, params: Any = None, *, examples: Any = 1, **extra_args: Any) -> Any:
         """Returns the updates of all parameters, and this rank's new state."""
