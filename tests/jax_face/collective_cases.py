@@ -316,6 +316,21 @@ def case_different_numbers_of_rows() -> None:
         jax.jit(lambda x: hvd.alltoall(x, [1] * hvd.size()))(jnp.ones(hvd.size()))
 
 
+@pytest.mark.parametrize("large_bytes", [0, 1 << 20])
+def case_different_numbers_of_rows_in_compiled_functions(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array of one row must not fill the place of several."""
+    monkeypatch.setattr(jax_arrays, "_LARGE_BYTES", large_bytes)
+    text = r"returned an array of shape \(1, 2\), and was compiled for \(\d, 2\): there each rank gives as many rows"
+    rows = jnp.ones((1 if hvd.rank() == 0 else 0, 2))
+    with pytest.raises(MismatchError, match=text):
+        jax.block_until_ready(jax.jit(hvd.allgather)(rows))
+    if hvd.rank() == 0:
+        with pytest.raises(MismatchError, match=text):
+            jax.block_until_ready(jax.jit(hvd.allgather)(rows))
+    hvd.join()
+    equal(jax.jit(hvd.allreduce)(jnp.ones(2)), np.ones(2), "after the mismatch")
+
+
 def case_adasum_combines_whole_arrays() -> None:
     same = jnp.arange(1.0, 4.0)
     for function in directly_and_compiled(lambda x: hvd.allreduce(x, hvd.Adasum)):

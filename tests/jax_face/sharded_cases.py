@@ -160,6 +160,36 @@ def _plain(tx: Any) -> Any:
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 
+def case_transformations_that_use_the_shapes_of_arrays() -> None:
+    """Of an array whose last dimension is 1, an even slice would have another one."""
+    of_each: dict[str, Callable[[Any], Any]] = {
+        "width": lambda each: each / each.shape[-1],
+        "a table of sizes": lambda each: each * jnp.asarray([1.0, each.size])[1],
+        "a row": lambda each: each * (2.0 if each.shape[-1] == 1 else 1.0),
+    }
+    params = {"w": jnp.ones((300, 1)), "b": jnp.ones(1)}
+    for name, function in of_each.items():
+        plain = optax.stateless(lambda updates, _, function=function: jax.tree.map(function, updates))
+        tx = hvd.distributed(plain, shard_state=True)
+        updates, state = tx.update(params, tx.init(params), params)
+        assert not state.division.by_item, name
+        assert_same(updates, plain.update(params, plain.init(params), params)[0])
+
+
+def case_hyperparameters_in_a_dtype_of_all_parameters() -> None:
+    """Of which some ranks have those of bfloat16 only."""
+    dtypes = {"a": jnp.bfloat16, "b": jnp.bfloat16, "c": jnp.float32, "d": jnp.float32}
+    params = {name: jnp.full(200, 0.5, dtype) for name, dtype in dtypes.items()}
+    create = optax.inject_hyperparams(optax.adam)
+    with pytest.raises(ConfigError, match=r"optax.inject_hyperparams has hyperparam_dtype=…"):
+        hvd.distributed(create(0.1), shard_state=True).init(params)
+    plain = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(0.1)
+    tx = hvd.distributed(plain, shard_state=True)
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    expected, whole = jax.jit(plain.update)(params, plain.init(params), params)
+    assert_identical((updates, hvd.whole_state(tx, state, params)), (expected, whole))
+
+
 def case_each_rank_has_its_share_of_the_state() -> None:
     params = {"table": jnp.ones((1000, 32)), "kernel": jnp.ones((200, 100)), "bias": jnp.ones(100)}
     state = hvd.distributed(optax.adam(0.1), shard_state=True).init(params)
@@ -400,18 +430,25 @@ def case_transformations_that_need_all_parameters() -> None:
     ):
         with pytest.raises(ConfigError, match="is another one without some of the other parameters"):
             hvd.distributed(optax.chain(optax.stateless(differs), optax.sgd(0.1)), shard_state=True).init(params)
+    one = optax.partition({"far": optax.contrib.dog(1.0), "near": optax.sgd(0.1)}, {"a": "near", "b": "far"})
+    with pytest.raises(ConfigError, match=r"the state .inner_states\['far'\].* is another one without some"):
+        hvd.distributed(one, shard_state=True).init(params)
+    of_leaves = optax.GradientTransformation(jax.tree.leaves, lambda updates, state, _: (updates, state))
+    with pytest.raises(ConfigError, match="do not tell to which parameter"):
+        hvd.distributed(of_leaves, shard_state=True).init(params)
     with pytest.raises(ConfigError, match="can be reduced with Average or Sum only"):
         hvd.distributed(optax.adam(0.1), shard_state=True, op=hvd.Max)
 
 
 def case_arrays_without_items_and_numbers_of_numpy() -> None:
     params = {"w": jnp.ones((7, 3)), "none": jnp.zeros((0, 4)), "scale": np.float32(2.0)}
-    plain = optax.adam(0.1)
-    tx = hvd.distributed(plain, shard_state=True)
-    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
-    expected, whole = jax.jit(plain.update)(params, plain.init(params), params)
-    assert_same(updates, expected)
-    assert_same(hvd.whole_state(tx, state, params), whole)
+    for plain in (optax.adam(0.1), optax.novograd(0.1)):  # of which one has a number for each array
+        tx = hvd.distributed(plain, shard_state=True)
+        updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+        expected, whole = jax.jit(plain.update)(params, plain.init(params), params)
+        assert_same(updates, expected)
+        assert_same(hvd.whole_state(tx, state, params), whole)
+        assert_same(hvd.own_state(tx, whole, params), state)
 
 
 def case_what_a_state_of_slices_is_not_for() -> None:
@@ -427,12 +464,17 @@ def case_what_a_state_of_slices_is_not_for() -> None:
     other = {"a": jnp.ones(31), "b": jnp.ones((2, 2))}
     with pytest.raises(ConfigError, match=r"shapes \[\(30,\), \(2, 2\)\], and given were arrays of \[\(31,\)"):
         tx.update(other, state, other)
+    for lacking in (None, jnp.zeros((2, 2), jnp.int32)):
+        with pytest.raises(ConfigError, match=r"and given were arrays of \[\(30,\)\]"):
+            tx.update({"a": jnp.ones(30), "b": lacking}, state, params)
     with pytest.raises(ConfigError, match=r"arguments for the transformation can be numbers only"):
         tx.update(params, state, params, value_fn=lambda params: 0.0)
     with pytest.raises(ConfigError, match=r"whole_state was called inside jax\.jit"):
         jax.jit(lambda state: hvd.whole_state(tx, state, params))(state)
     with pytest.raises(ConfigError, match="expected was what distributed"):
         hvd.whole_state(optax.adam(0.1), state, params)
+    with pytest.raises(ConfigError, match=r"and given were arrays of \[\(6, 5\), \(4,\)\]"):
+        hvd.whole_state(tx, state, {"a": jnp.ones((6, 5)), "b": jnp.ones(4)})
     with pytest.raises(ConfigError, match="another state than that of one process"):
         hvd.own_state(tx, optax.sgd(0.1, momentum=0.9).init(params), params)
     with pytest.raises(ConfigError, match="own_state was given a state of"):

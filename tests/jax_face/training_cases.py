@@ -197,6 +197,17 @@ def case_gradients_in_the_memory_of_xla(monkeypatch: pytest.MonkeyPatch) -> None
     case_several_models_by_vmap()
 
 
+def case_a_step_that_is_not_finite_on_one_rank() -> None:
+    """All leave it out."""
+    tx = hvd.distributed(optax.apply_if_finite(optax.sgd(1.0), 3))
+    params = {"w": jnp.ones(2)}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for gradient, expected in ((jnp.nan if hvd.rank() == 1 else 1.0, 0.0), (1.0, -1.0)):
+        updates, state = update({"w": jnp.full(2, gradient)}, state, params)
+        assert updates["w"].tolist() == [expected] * 2
+    assert state.total_notfinite == 1
+
+
 def case_several_models_by_vmap() -> None:
     data = batches(7, 5)
     tx = hvd.distributed(clipped_adam())
@@ -284,6 +295,12 @@ def case_broadcast_of_any_tree() -> None:
         "key": jax.random.key(rank),
         "nothing": None,
         "rate": rank + 0.1,
+        "complex": [
+            jnp.full((2, 3), rank + 2j),
+            np.full((), rank - 1j),
+            complex(rank, 3),
+            np.zeros((0, 2), np.complex64),
+        ],
     }
     received = hvd.broadcast_parameters(tree, root_rank=1)
     assert jax.tree.structure(received) == jax.tree.structure(tree)
@@ -294,6 +311,10 @@ def case_broadcast_of_any_tree() -> None:
     assert (count, array.tolist(), number, flag) == (1, [1, 2], 1.1, False)
     assert (type(count), type(number), type(flag)) == (int, np.float64, bool)
     assert (received["activation"], received["name"], received["rate"]) == (jax.nn.relu, f"rank {rank}", 1.1)
+    matrix, scalar, number, none = received["complex"]
+    assert (matrix.tolist(), matrix.dtype) == ([[1 + 2j] * 3] * 2, np.complex64)
+    assert (scalar.shape, scalar.dtype, scalar, number) == ((), np.complex128, 1 - 1j, 1 + 3j)
+    assert (none.shape, none.dtype) == ((0, 2), np.complex64)
     assert jax.random.normal(received["key"]) == jax.random.normal(jax.random.key(1))
     with pytest.raises(ConfigError, match=r"broadcast_parameters was called inside jax\.jit"):
         jax.jit(hvd.broadcast_parameters)(jnp.ones(2))

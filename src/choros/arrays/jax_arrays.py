@@ -29,7 +29,7 @@ from jax.interpreters import batching, mlir
 
 from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction
 from choros.arrays.host_errors import recognize_errors, remembered_errors
-from choros.errors import ConfigError
+from choros.errors import ConfigError, MismatchError
 
 _primitive = Primitive("choros_host_call")
 _primitive.multiple_results = True
@@ -183,10 +183,22 @@ class HostCall:
         hosts = [np.asarray(array) for array in arrays]
         return [np.asarray(each) for each in (self.function(hosts, out) if self.replaced else self.function(hosts))]
 
+    def _as_compiled(self, arrays: Sequence[Any], out: Sequence[HostArray] | None = None) -> list[HostArray]:
+        """The results, in the shapes that the function was compiled for."""
+        results = self._on_host(arrays, out)
+        for result, expected in zip(results, self.outputs, strict=True):
+            if result.shape != expected.shape:
+                raise MismatchError(
+                    f"a collective in a compiled function returned an array of shape {result.shape}, and was compiled "
+                    f"for {expected.shape}: there each rank gives as many rows, and none has joined. Call it outside "
+                    "of jax.jit."
+                )
+        return results
+
     def _callback(self, *arrays: Any) -> list[Any]:
         @remembered_errors()
         def on_host(*hosts: Any) -> list[HostArray]:
-            return self._on_host(hosts)
+            return self._as_compiled(hosts)
 
         return list(io_callback(on_host, self._shapes, *arrays, ordered=True))
 
@@ -198,7 +210,7 @@ class HostCall:
             targets, hosts = ([np.asarray(buffer) for buffer in buffers] for buffers in (out, given))
             for host in hosts[: len(hosts) - overwritten]:
                 host.flags.writeable = False
-            results = [*self._on_host(hosts, targets[: self.replaced]), np.zeros((), np.int32)]
+            results = [*self._as_compiled(hosts, targets[: self.replaced]), np.zeros((), np.int32)]
             for target, result in zip(targets, results, strict=True):
                 if not np.may_share_memory(target, result):
                     np.copyto(target, result)

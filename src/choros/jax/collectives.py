@@ -39,7 +39,7 @@ _ROWS = (
 )
 _OBJECT = "any object that cloudpickle supports."
 #: The types of leaves of models and optimizer states that are sent.
-_SENT = (jax.Array, np.ndarray, np.generic, int, float)
+_SENT = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
 @documented(tree=_TREE)
@@ -237,12 +237,15 @@ def _to_host(leaf: Any) -> Array:
             "broadcast_parameters was called inside jax.jit or another transformation: call it outside of it, once, "
             "before training. broadcast can be part of a compiled function."
         )
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    host = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    return host.reshape(-1).view(host.real.dtype) if np.iscomplexobj(host) else host
 
 
 def _from_host(host: Array, like: Any) -> Any:
     if _is_key(like):
         return jax.random.wrap_key_data(host, impl=jax.random.key_impl(like))
+    if np.iscomplexobj(like):
+        host = host.view(np.result_type(host, np.complex64)).reshape(np.shape(like))
     if isinstance(like, jax.Array):
         return jax.device_put(host, like.sharding if like.committed else None)
     if isinstance(like, np.ndarray):

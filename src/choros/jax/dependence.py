@@ -8,10 +8,11 @@ depend? Two parameters, a and b, of a transformation that clips by the global no
     sum            a, all of it           b, all of it
     norm                       a and b                         so the update of a needs b
 
-A second trace has parameters of one item, in as many dimensions: if it is another program, shapes matter.
+Other traces have parameters of other shapes, in as many dimensions: if one is another program, shapes matter.
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ _BY_ITEM_NAMES = """abs acos acosh add add_any and asin asinh atan atan2 atanh b
     reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
     square stop_gradient sub tan tanh xor"""
 _BY_ITEM = frozenset(_BY_ITEM_NAMES.split())
+#: A program that JAX has traced, and its constants.
+_Program = tuple[Any, Sequence[Any]]
 #: Random numbers are drawn for all arrays, in their order.
 _RANDOM = ("random_", "threefry", "rng_")
 
@@ -84,7 +87,8 @@ def works_by_item(tx: Any, params: Any) -> bool:
             "that need more arguments."
         ) from error
     try:
-        updates, states = _followed(whole, _traced(tx, params, lambda shape: (1,) * len(shape)))
+        pairs = [_followed(whole, _traced(tx, params, shape_of)) for shape_of in (_of_one_item, _of_one_row)]
+        updates, states = ([*map(_joined, zip(*each, strict=True))] for each in zip(*pairs, strict=True))
     except Exception:  # noqa: BLE001 - the user's code cannot compute with parts of arrays, or computes something else
         updates, states = _followed(whole, whole)
         updates = [each._replace(by_item=False) for each in updates]
@@ -96,22 +100,25 @@ def works_by_item(tx: Any, params: Any) -> bool:
     return all(value.by_item for value in (*updates, *states))
 
 
-def programs_of_updates(tx: Any, params: Any) -> dict[str, int]:
-    """A number for the program of each parameter's first update, by the parameter's path: equal for equal programs.
+def programs_of_results(tx: Any, params: Any) -> dict[str, int]:
+    """A number for the program of each result of the first update, by what it is: equal for equal programs.
 
     >>> import optax
     >>> params = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
-    >>> alone = programs_of_updates(optax.adam(0.1), {"b": params["b"]})
-    >>> programs_of_updates(optax.adam(0.1), params)["['b']"] == alone["['b']"]
+    >>> alone = programs_of_results(optax.adam(0.1), {"b": params["b"]})
+    >>> [*alone]
+    ["update of ['b']", 'state [0].count', "state [0].mu['b']", "state [0].nu['b']"]
+    >>> alone.items() <= programs_of_results(optax.adam(0.1), params).items()
     True
     """
 
     def update(params: Any) -> Any:
-        return tx.update(params, tx.init(params), params)[0]
+        return tx.update(params, tx.init(params), params)
 
-    traced = jax.make_jaxpr(update)(params)
-    paths = paths_of(params)
-    return dict(zip(paths, _programs(traced.jaxpr, traced.consts, list(map(hash, paths))), strict=True))
+    traced, (updates, state) = jax.make_jaxpr(update, return_shape=True)(params)
+    given = list(map(hash, paths_of(params)))
+    names = [f"update of {path}" for path in paths_of(updates)] + [f"state {path}" for path in paths_of(state)]
+    return dict(zip(names, _programs(traced.jaxpr, traced.consts, given), strict=True))
 
 
 def _programs(jaxpr: Any, constants: Sequence[Any], given: Sequence[int]) -> list[int]:
@@ -165,6 +172,15 @@ def _check_alone(arrays: frozenset[int], what: str, paths: Sequence[str]) -> Non
     )
 
 
+def _of_one_item(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1,) * len(shape)
+
+
+def _of_one_row(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """As slices are, of which none has so many items: the last dimension differs also where it is 1."""
+    return (*(1 for _ in shape[1:]), math.prod(shape) + 1) if shape else shape
+
+
 def _traced(tx: Any, params: Any, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]]) -> _Traced:
     def spec(leaf: Any) -> Any:
         array = jax.eval_shape(jnp.asarray, leaf)
@@ -184,9 +200,9 @@ def _followed(trace: _Traced, other: _Traced) -> tuple[list[_Leaf], list[_Leaf]]
     if trace.states != other.states:
         raise _Differs
     params = [_Leaf(frozenset((index,)), by_item=True) for index in range(trace.updates)]
-    states = _values(trace.init.jaxpr, other.init.jaxpr, params)
+    states = _values(_opened(trace.init), _opened(other.init), params)
     while True:
-        results = _values(trace.update.jaxpr, other.update.jaxpr, [*params, *states, *params])
+        results = _values(_opened(trace.update), _opened(other.update), [*params, *states, *params])
         updates, after = results[: trace.updates], results[trace.updates :]
         joined = [before.joined(value) for before, value in zip(states, after, strict=True)]
         if joined == states:
@@ -194,18 +210,23 @@ def _followed(trace: _Traced, other: _Traced) -> tuple[list[_Leaf], list[_Leaf]]
         states = joined
 
 
-def _values(jaxpr: Any, other: Any, given: Sequence[_Leaf]) -> list[_Leaf]:
-    """Returns the values of the results of a traced function; ``other`` is the same function for other shapes."""
+def _opened(closed: Any) -> _Program:
+    return closed.jaxpr, closed.consts
+
+
+def _values(program: _Program, other_program: _Program, given: Sequence[_Leaf]) -> list[_Leaf]:
+    """Returns the values of the results of a traced function; ``other_program`` is the same for other shapes."""
+    (jaxpr, constants), (other, others) = program, other_program
     if len(jaxpr.eqns) != len(other.eqns):
         raise _Differs
     known: dict[Any, _Leaf] = dict(zip(jaxpr.invars, given, strict=True))
-    for constant, its in zip(jaxpr.constvars, other.constvars, strict=True):
-        known[constant] = _Leaf(frozenset(), by_item=constant.aval.shape == its.aval.shape)
+    for variable, constant, its_constant in zip(jaxpr.constvars, constants, others, strict=True):
+        known[variable] = _Leaf(frozenset(), by_item=_number_of(constant) == _number_of(its_constant))
 
     def read(variable: Any, its: Any) -> _Leaf:
         if not isinstance(variable, Literal):
             return known[variable]
-        if not isinstance(its, Literal) or repr(variable.val) != repr(its.val):
+        if not isinstance(its, Literal) or _number_of(variable.val) != _number_of(its.val):
             raise _Differs
         return _SAME_EVERYWHERE
 
@@ -221,12 +242,12 @@ def _results(step: Any, its: Any, arguments: Sequence[_Leaf]) -> list[_Leaf]:
     """Returns the values of the results of one operation."""
     name, number = step.primitive.name, len(step.outvars)
     if (called := called_by(step)) is not None and (other := called_by(its)) is not None:
-        return _values(called[0], other[0], arguments)
+        return _values(called, other, arguments)
     if name == "cond":
         chosen, *rest = arguments
         chosen = chosen._replace(by_item=not chosen.arrays)
         branches = zip(step.params["branches"], its.params["branches"], strict=True)
-        of_branches = [_values(branch.jaxpr, other.jaxpr, rest) for branch, other in branches]
+        of_branches = [_values(_opened(branch), _opened(other), rest) for branch, other in branches]
         return [_joined([chosen, *values]) for values in zip(*of_branches, strict=True)]
     if _is_number_of_all_ranks(step):
         return [_SAME_EVERYWHERE] * number

@@ -44,12 +44,14 @@ class Division:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        """The shape of this rank's slice of each parameter, with as many dimensions; ``None`` without items."""
+        """The shape of this rank's slice of each parameter, with as many dimensions; ``None`` if others have its items.
+        One without items is on all ranks.
+        """
         return tuple(self._slice_shape(*pair) for pair in zip(self.params, self.ranges, strict=True))
 
     def _slice_shape(self, param: tuple[tuple[int, ...], Any], ranges: Ranges) -> tuple[int, ...] | None:
         (shape, _), (start, stop) = param, ranges[self.rank]
-        if start == stop:
+        if start == stop and 0 not in shape:
             return None
         return (*(1 for _ in shape[1:]), stop - start) if self.by_item and shape else shape
 
@@ -66,14 +68,19 @@ class Division:
         owner = next((rank for rank, (start, stop) in enumerate(ranges) if start < stop), 0)
         return tuple((0, items if rank == owner else 0) for rank in range(self.ranks))
 
-    def slices_of(self, tree: Any) -> Any:
-        """Returns this rank's slices of a whole tree."""
+    def arrays_of(self, tree: Any) -> dict[int, Any]:
+        """The parameters in a tree, or what has their shapes, as ``trained_of`` returns them."""
         arrays = trained_of(tree)
         if [each.shape for each in arrays.values()] != [shape for shape, _ in self.params]:
             raise ConfigError(
                 f"the state is that of parameters of shapes {[shape for shape, _ in self.params]}, and given were "
                 f"arrays of {[each.shape for each in arrays.values()]}: pass the parameters that init() was given."
             )
+        return arrays
+
+    def slices_of(self, tree: Any) -> Any:
+        """Returns this rank's slices of a whole tree."""
+        arrays = self.arrays_of(tree)
         slices = [
             None if shape is None else array.reshape(-1)[slice(*ranges[self.rank])].reshape(shape)
             for array, shape, ranges in zip(arrays.values(), self.shapes, self.ranges, strict=True)

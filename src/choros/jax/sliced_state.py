@@ -26,7 +26,7 @@ from choros.arrays import ArraySpec
 from choros.comm import Array, DType, ProcessSet, Reduction
 from choros.errors import ConfigError, NotInitializedError
 from choros.jax.collectives import paths_of
-from choros.jax.dependence import programs_of_updates, works_by_item
+from choros.jax.dependence import programs_of_results, works_by_item
 from choros.jax.division import FILES, Division, SlicedState, of_models, refuse_slices, trained_of, with_slices
 from choros.jax.reduction import ADAPTER, GradientReduction
 from choros.parallel.objects import allgather_object
@@ -73,25 +73,36 @@ class SlicedUpdate:
     def _check_without_some(self, params: Any, indices: Sequence[int], division: Division) -> None:
         """Checks that ``tx`` works on trees that lack arrays, on all ranks in the same way."""
         specs = [jax.ShapeDtypeStruct(*each) for each in division.params]
-        halves = ([spec if position % 2 == odd else None for position, spec in enumerate(specs)] for odd in (0, 1))
-        trees: list[list[Any]] = [specs, *halves]
-        if any(all(start == stop for start, stop in of_rank) for of_rank in zip(*division.ranges, strict=True)):
-            trees.append([None] * len(specs))
+        halves = [[spec if position % 2 == odd else None for position, spec in enumerate(specs)] for odd in (0, 1)]
+        on_ranks = zip(*division.ranges, strict=True)
+        different = dict.fromkeys(tuple(start < stop for start, stop in each) for each in on_ranks)
+        pairs_of = (zip(specs, each, strict=True) for each in different)
+        of_ranks = [[spec if has or not spec.size else None for spec, has in pairs] for pairs in pairs_of]
+        trees = [with_slices(params, indices, each) for each in (specs, *halves, *of_ranks)]
 
         try:
-            whole, *others = (programs_of_updates(self._tx, with_slices(params, indices, each)) for each in trees)
+            whole, *others = (programs_of_results(self._tx, each) for each in trees)
+            trees[3:] = [with_slices(params, indices, [None] * len(specs))]
+            of_all, *of_halves, of_none = ({*paths_of(jax.eval_shape(self._tx.init, each))} for each in trees)
         except Exception as error:
             raise ConfigError(
                 "shard_state=True applies the transformation to trees that have optax.MaskedNode() for parameters of "
                 f"which a rank has no part; with these it raised {type(error).__name__}: {error}. Give it no other "
                 "trees of arrays than those that init() and update() receive, or leave shard_state out."
             ) from error
-        for path, program in itertools.chain(*(each.items() for each in others)):
-            if whole[path] != program:
+        if set.union(*of_halves) != of_all or set.intersection(*of_halves) != of_none:
+            raise ConfigError(
+                "shard_state=True: the paths of the transformation's state do not tell to which parameter an array of "
+                "it belongs, such as those of a list of all arrays. Let init() return trees like the parameters, or "
+                "leave shard_state out."
+            )
+        for result, program in itertools.chain(*(each.items() for each in others)):
+            if whole.get(result, program) != program:
                 raise ConfigError(
-                    f"shard_state=True: the update of {path} is another one without some of the other parameters, of "
-                    "which each rank has some only: the transformation counts them, numbers them, or makes something "
-                    "else each time it is traced. Leave shard_state out."
+                    f"shard_state=True: the {result} is another one without some of the other parameters, of "
+                    "which each rank has some only: the transformation counts them, numbers them, computes in a dtype "
+                    "of all (optax.inject_hyperparams has hyperparam_dtype=…), or makes something else each time it is "
+                    "traced. Leave shard_state out."
                 )
 
     def update(self, updates: Any, state: Any, params: Any = None, *, examples: Any = 1, **extra_args: Any) -> Any:
@@ -102,10 +113,8 @@ class SlicedUpdate:
             return self._tx.update(updates, state, params, **extra_args)
         _check_scalars(extra_args)
         own = None if params is None else division.slices_of(params)
-        gradients = trained_of(updates)
+        gradients = division.arrays_of(updates)
         layout = division.layout([each.dtype for each in gradients.values()])
-        if [each.shape for each in gradients.values()] != [each.shape for each in layout]:
-            division.slices_of(updates)  # the error
         values = list(gradients.values())
         reduced, number = self._reduction.reduce_slices(values, layout, division.shapes, params, examples)
         items = iter(reduced)
@@ -179,6 +188,7 @@ class SlicedUpdate:
         """Gathers the state of one process, one array at a time."""
         division = state.division
         self._division_of(state, params)
+        division.arrays_of(params)
         process_set = self._reduction.reducer.config.process_set
         expected = jax.eval_shape(self._tx.init, params)
         own = dict(_with_paths(state.inner))
@@ -192,8 +202,7 @@ class SlicedUpdate:
             if path not in owners:
                 values.append(np.asarray(own[path]))
                 continue
-            # The steps may have changed it; of an array without items no rank has a slice.
-            dtype = next((each[path][1] for each in kinds if path in each), spec.dtype)
+            dtype = next(each[path][1] for each in kinds if path in each)  # the steps may have changed it
             layout = SliceLayout(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
             items = np.asarray(own.get(path, np.empty(0)), dtype).reshape(-1)[: layout.items(division.rank)]
             held = {communicator.rank: [items]}
