@@ -266,12 +266,13 @@ class ServerSession:
 
     def _discover(self) -> None:
         """Adds the variables of models and optimizers that were built since the last call."""
+        worker = self._worker
         for number, model in self.objects.models():
             if number not in self._seen:
                 statistics = {id(v) for layer in layers_of(model) for v in own_statistics(layer)}
                 self._discover_variables(number, model.weights, statistics)
-                for generator in seed_generators_of(model) if self._worker else ():
-                    draw_by_replica(generator, lambda: self._worker)
+                for generator in seed_generators_of(model) if worker else ():
+                    draw_by_replica(generator, lambda: worker)  # not the session, which a copy would copy
         for number, scale in self.objects.loss_scales():
             if number not in self._seen:
                 own = own_variables(scale)

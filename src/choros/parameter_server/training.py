@@ -81,12 +81,13 @@ class ServerTraining(Training):
         attributes = {
             "train_function": training.train_function(),
             "make_train_function": lambda *_, **__: None,
-            "get_metrics_result": training.epoch_results,
+            "get_metrics_result": training.after_batches(model.get_metrics_result),
             "make_test_function": training.after_batches(model.make_test_function),  # callbacks may evaluate
             "make_predict_function": training.after_batches(model.make_predict_function),
         }
         if keras.backend.backend() == "jax":
-            attributes["jax_state_sync"] = _receiving(model.jax_state_sync)
+            # It gives variables their values back: nothing that the user assigns.
+            attributes["jax_state_sync"] = doing("receiving_values")(model.jax_state_sync)
         with enter_fit(), replaced(model, **attributes):
             return call.run()
 
@@ -159,11 +160,6 @@ class _CoordinatedTraining:
 
         return waiting
 
-    def epoch_results(self) -> Any:
-        """Waits for all batches and returns the model's metrics; the model then has the servers' variables."""
-        self._chief.join()
-        return self._results()
-
     def _schedule(self, batch: Any) -> dict[str, Any]:
         """Schedules a batch; returns the latest logs, and waits only if there are none yet."""
         if self._model not in self._built:
@@ -211,16 +207,6 @@ def train_on(session: ServerSession, model: Any, batch: Any) -> dict[str, float]
             with doing("receiving_values"):
                 _assign(model, new)
     return dict(pythonify_logs(logs))
-
-
-def _receiving(give_back: Callable[[], None]) -> Callable[[], None]:
-    """On JAX, Keras gives variables their values back: nothing that the user assigns."""
-
-    def receive() -> None:
-        with doing("receiving_values"):
-            give_back()
-
-    return receive
 
 
 def _build(model: Any, batch: Any) -> None:

@@ -136,7 +136,7 @@ class Worker:
             times = time.perf_counter() - began, page.waited - waited
             pickled = pickle.PickleBuffer(closures.dumps(result, self.objects.reference))
             return Ran(pickled, self.objects.count_metrics(), *times)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (the chief has what ends a function)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (what ends a function, its sys.exit, too, is the chief's)
             cause, session.servers.failure = session.servers.failure, None
             return Failure.of(cause or error)
 

@@ -105,6 +105,7 @@ class TorchCommunicator(Communicator):
         self._branches = itertools.count()
         #: The ranks that a collective waits for, and what says in which call.
         self.waits = self.launched, self._waits_in
+        self._check = functools.partial(peers.check, *self.waits)
         waits = self.launched, lambda: "the connection of the ranks"
         with peers.explaining(*waits):
             self._group = gloo_group(store, rank, self.size, address, seconds, functools.partial(peers.check, *waits))
@@ -117,7 +118,7 @@ class TorchCommunicator(Communicator):
         with self.peers.explaining(*self.waits), translated(what):
             started = start()
             for work in started if isinstance(started, list) else [started]:
-                wait_on_host(work, functools.partial(self.peers.check, *self.waits), self._long_wait, transfer)
+                wait_on_host(work, self._check, self._long_wait, transfer)
 
     def _exchange(self, header: NDArray[np.int64]) -> NDArray[np.int64]:
         table = np.empty(2 * self.size, np.int64)
