@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 import choros
-from choros.arrays.host_errors import recognize_errors, remembered_errors
+from choros.arrays.host_errors import recognize_errors, remember
 from choros.elastic import job
 from choros.elastic.job import HostUpdate
 from choros.elastic.retry import run, run_fn
@@ -150,8 +150,7 @@ def test_what_is_logged_is_the_sentence_of_the_host(changing: Changing, caplog: 
         if state.step == 0:
             state.step = 1
             state.commit()
-            with contextlib.suppress(PeerLostError), remembered_errors():
-                raise PeerLostError("rank 1 was lost", ranks=[1])
+            remember(PeerLostError("rank 1 was lost", ranks=[1]))
             raise FrameworkError("Graph execution error:\nDetected at\nrank 1 was lost\nin a node")
 
     with caplog.at_level("WARNING", "choros"):

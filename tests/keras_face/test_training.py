@@ -35,6 +35,8 @@ ON_SOME = {
     "case_load_model_continues_the_training_saved_in_an_h5_file": "torch",
     # XLA compiles what JAX trains in any case, and calls back with large arguments only there.
     "case_compiled_with_xla": "tensorflow",
+    # TensorFlow's host calls are one function.
+    "case_the_way_of_a_step_is_short": "tensorflow",
     # The reducer compresses host memory, and counts micro-batches; accumulation over uneven batches runs on all.
     "case_fp16_compression_is_close": "torch",
     "case_backward_passes_per_step_averages_micro_batches": "torch",

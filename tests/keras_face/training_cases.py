@@ -1078,3 +1078,37 @@ def case_a_local_variable_may_differ():
         optimizer.register_local_var(variable)
         variable.assign(variable + hvd.rank())
     fit(model, *data(EVEN), batch_size=BATCH, callbacks=[hvd.callbacks.MetricAverageCallback()])
+
+
+def case_the_way_of_a_step_is_short() -> None:
+    """What a reader of one step's host call goes through: ten files, sixty functions."""
+    import tensorflow as tf
+
+    own, calls = str(Path(hvd.__file__).parents[1]), []
+    numpy_function = tf.numpy_function
+
+    def note(frame: object, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(own):
+            calls.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    def noted(function: object, *args: object) -> object:
+        def on_host(*hosts: object) -> object:
+            calls.clear()
+            before = sys.getprofile()
+            sys.setprofile(note)
+            try:
+                return function(*hosts)
+            finally:
+                sys.setprofile(before)
+
+        return numpy_function(on_host, *args)
+
+    model = build(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    fit(model, hvd.shard(data(EVEN), batch_size=BATCH), epochs=1)
+    with patch.object(tf, "numpy_function", noted):
+        model.make_train_function(force=True)
+        model.train_on_batch(*data(BATCH))
+        model.train_on_batch(*data(BATCH))
+    assert calls, "no call on the host"
+    assert len({file for file, _ in calls}) <= 10, calls
+    assert len(calls) <= 60, calls

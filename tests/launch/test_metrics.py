@@ -14,7 +14,8 @@ from choros.errors import ConfigError
 from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.metrics import served
 from choros.launch.protocol.frames import Start
-from choros.observe.stragglers import BUCKETS, RankProgress
+from choros.observe.progress import BUCKETS
+from choros.observe.stragglers import RankProgress
 from harness import needs
 from launch.launched import Running, rank_script, run
 

@@ -2,7 +2,7 @@
 
 A framework passes on only the text, in an exception of its own, which becomes one of the host's class, too::
 
-    host       MismatchError("… rank 0: … rank 1: …")     remembered_errors() keeps it
+    host       MismatchError("… rank 0: … rank 1: …")     remember() keeps it
                  │ its text
     framework  JaxRuntimeError("INTERNAL: … rank 0: …")   recognize_errors(): contains the text of one that is kept
                  │
@@ -12,8 +12,7 @@ The framework's constructor, the only code of Python between the two, creates in
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from choros.errors import ChorosError
@@ -24,14 +23,9 @@ _remembered: deque[ChorosError] = deque(maxlen=16)
 _HOST_ERROR = "_choros_host_error"
 
 
-@contextmanager
-def remembered_errors() -> Iterator[None]:
-    """A context for what a framework calls on the host."""
-    try:
-        yield
-    except ChorosError as error:
-        _remembered.append(error)
-        raise
+def remember(error: ChorosError) -> None:
+    """Keeps an error that what a framework calls on the host is about to raise."""
+    _remembered.append(error)
 
 
 def recognize_errors(theirs: Any, subclass_of: Callable[[Any], Any]) -> None:

@@ -28,8 +28,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction
-from choros.arrays.host_errors import recognize_errors, remembered_errors
-from choros.errors import ConfigError, MismatchError
+from choros.arrays.host_errors import recognize_errors, remember
+from choros.errors import ChorosError, ConfigError, MismatchError
 
 _primitive = Primitive("choros_host_call")
 _primitive.multiple_results = True
@@ -185,18 +185,21 @@ class HostCall:
 
     def _as_compiled(self, arrays: Sequence[Any], out: Sequence[HostArray] | None = None) -> list[HostArray]:
         """The results, in the shapes that the function was compiled for."""
-        results = self._on_host(arrays, out)
-        for result, expected in zip(results, self.outputs, strict=True):
-            if result.shape != expected.shape:
-                raise MismatchError(
-                    f"a collective in a compiled function returned an array of shape {result.shape}, and was compiled "
-                    f"for {expected.shape}: there each rank gives as many rows, and none has joined. Call it outside "
-                    "of jax.jit."
-                )
+        try:
+            results = self._on_host(arrays, out)
+            for result, expected in zip(results, self.outputs, strict=True):
+                if result.shape != expected.shape:
+                    raise MismatchError(
+                        f"a collective in a compiled function returned an array of shape {result.shape}, and was "
+                        f"compiled for {expected.shape}: there each rank gives as many rows, and none has joined. "
+                        "Call it outside of jax.jit."
+                    )
+        except ChorosError as error:
+            remember(error)
+            raise
         return results
 
     def _callback(self, *arrays: Any) -> list[Any]:
-        @remembered_errors()
         def on_host(*hosts: Any) -> list[HostArray]:
             return self._as_compiled(hosts)
 
@@ -205,7 +208,6 @@ class HostCall:
     def _callback_in_memory(self, *arrays: Any) -> list[Any]:
         overwritten = 0 if self.keeps else self.replaced
 
-        @remembered_errors()
         def on_host(_: Any, out: Sequence[Any], __: Any, *given: Any) -> None:
             targets, hosts = ([np.asarray(buffer) for buffer in buffers] for buffers in (out, given))
             for host in hosts[: len(hosts) - overwritten]:

@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, final
 
 import numpy as np
@@ -18,8 +18,8 @@ from tensorflow.python.eager.record import could_possibly_record, stop_recording
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from choros.arrays.adapter import ArrayFunction, ArrayLayout, ArraySpec, DeviceArrayAdapter, HostArray, HostFunction
-from choros.arrays.host_errors import recognize_errors, remembered_errors
-from choros.errors import ConfigError, MismatchError
+from choros.arrays.host_errors import recognize_errors, remember
+from choros.errors import ChorosError, ConfigError, MismatchError
 
 _FLOAT32 = np.dtype(np.float32)
 #: DLPack's numbers of the host, and of NVIDIA's GPUs.
@@ -111,10 +111,14 @@ class TensorflowArrays(DeviceArrayAdapter):
         _refuse_xla()
         dense = [tf.convert_to_tensor(array) for array in arrays]
         in_session = not tf.compat.v1.get_default_graph().building_function
+        called = _session_errors()(function) if in_session else function
 
         def on_host(*hosts: HostArray) -> list[HostArray]:
-            with remembered_errors(), _session_errors() if in_session else nullcontext():
-                return list(function(hosts))
+            try:
+                return list(called(hosts))
+            except ChorosError as error:
+                remember(error)
+                raise
 
         results = tf.numpy_function(on_host, dense, [tf.as_dtype(output.dtype) for output in outputs])
         for result, output in zip(results, outputs, strict=True):

@@ -202,15 +202,14 @@ class FusedExchange:
 
     def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
         """See ``Exchange``."""
-        return self._sum(None, arrays, before, after)
+        return self.sum_into(None, arrays, before, after)
 
-    def sum_into(self, out: Sequence[Array], arrays: Sequence[Array], before: float, after: float) -> list[Array]:
-        """See ``Exchange``; in place, it writes a chunk where it has just read it, and it is still in the caches."""
-        return self._sum(out if all(array.flags.c_contiguous for array in out) else None, arrays, before, after)
-
-    def _sum(
+    def sum_into(
         self, out: Sequence[Array] | None, arrays: Sequence[Array] | None, before: float, after: float
     ) -> list[Array]:
+        """See ``Exchange``; in place, it writes a chunk where it has just read it, and it is still in the caches."""
+        if out is not None and not all(array.flags.c_contiguous for array in out):
+            out = None
         flats = None if arrays is None else [array.reshape(-1) for array in arrays]
 
         def fill(chunk: Chunk, message: Array) -> None:

@@ -85,6 +85,7 @@ def dtype_problem(dtype: DType, op: Reduction | None = None, *, whole: bool = Fa
     return None
 
 
+@functools.cache
 def working_op(dtype: DType, op: Reduction) -> Reduction:
     """The operation an engine carries out: averages are sums, booleans are bytes of 0 and 1."""
     if dtype == np.bool_:
@@ -105,6 +106,7 @@ def wide_dtype(dtype: DType) -> DType:
     return np.result_type(dtype, np.float32)
 
 
+@functools.cache
 def loses_nans(op: Reduction, dtype: DType) -> bool:
     """Whether the own reductions of MPI and Gloo may lose a NaN, or not, as ranks have it; NumPy's keep each."""
     return op in (Reduction.MIN, Reduction.MAX) and dtype.kind == "f"

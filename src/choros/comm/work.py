@@ -98,7 +98,8 @@ class Section(AbstractContextManager[None]):
 
     def on_exit(self, ended: Callable[[], None]) -> None:
         """Calls ``ended`` when the section is left, or when ``on_exit`` is called again in it."""
-        self.end()
+        if self._on_exit is not None:
+            self.end()
         self._on_exit = ended
 
     def end(self) -> None:

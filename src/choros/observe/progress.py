@@ -9,6 +9,7 @@ Writing takes a microsecond, and wakes no one. Without a wrapper, the page is th
 """
 
 import contextlib
+import math
 import mmap
 import os
 import struct
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, final
 
-from choros.observe.stragglers import BUCKETS, RankProgress, bucket_of
+from choros.observe.stragglers import RankProgress
 
 #: The variable with the file descriptor of the page.
 PROGRESS_FD = "CHOROS_PROGRESS_FD"
@@ -31,7 +32,8 @@ _PAUSING = _SECONDS.index("pausing")
 _LAST = struct.Struct("<dHI?")
 _TEXT = _COUNTS.size + _LAST.size
 _MOVES = _TEXT - 1
-#: How many steps took which time: ``bucket_of``.
+#: The number of places in a histogram of steps: ``bucket_of``.
+BUCKETS = 64
 _HISTOGRAM = struct.Struct(f"<{BUCKETS}I")
 _TIMES = PAGE_BYTES - 1 - _HISTOGRAM.size
 _COUNT = struct.Struct("<I")
@@ -43,6 +45,24 @@ _TABLE = _TIMES - _ROWS * _CALLS.size
 _END = PAGE_BYTES - 1
 #: A rank whose wait is a smaller share of a step is prompt: it was among the last.
 _PROMPT = 0.05
+
+
+def bucket_of(seconds: float) -> int:
+    """The place in a histogram of a step that took so long: three double the time, from 50 µs on.
+
+    >>> bucket_of(1e-6), bucket_of(100e-6), bucket_of(1.0), bucket_of(1e9)
+    (0, 3, 42, 63)
+    """
+    return min(BUCKETS - 1, max(0, int(3 * math.log2(seconds / 50e-6)))) if seconds > 0 else 0
+
+
+def limit_of(place: int) -> float:
+    """The seconds that steps at this place in a histogram took at most; the last place has longer ones, too.
+
+    >>> [round(limit_of(place) * 1e6) for place in (0, 2, 3)]
+    [63, 100, 126]
+    """
+    return float(50e-6 * 2 ** ((place + 1) / 3))
 
 
 @final
@@ -76,14 +96,15 @@ class Page:
         text = text[: _TABLE - _TEXT]
         self.memory[_TEXT : _TEXT + len(text)] = text
         _LAST.pack_into(self.memory, _COUNTS.size, time.time(), len(text), ranks, True)
-        self._began_exchange = None if hidden else self._now()
+        # A clock that stands still while this rank waits for others.
+        self._began_exchange = None if hidden else time.perf_counter() - self.waited
 
     def end_collective(self) -> None:
         """Notes that its data have moved."""
         self.memory[_MOVES] = 0
         began, self._began_exchange = self._began_exchange, None  # another thread's collective may end now, too
         if began is not None:
-            self.exchanged += max(0.0, self._now() - began)
+            self.exchanged += max(0.0, time.perf_counter() - self.waited - began)
 
     def count(self, collective: str, sent: int) -> None:
         """Counts a collective to which this rank has given so many bytes of arrays."""
@@ -96,15 +117,11 @@ class Page:
     @contextmanager
     def exchange(self) -> Iterator[None]:
         """A context that waits for a collective of another thread."""
-        began = self._now()
+        began = time.perf_counter() - self.waited
         try:
             yield
         finally:
-            self.exchanged += max(0.0, self._now() - began)
-
-    def _now(self) -> float:
-        """A clock that stands still while this rank waits for others."""
-        return time.perf_counter() - self.waited
+            self.exchanged += max(0.0, time.perf_counter() - self.waited - began)
 
     @contextmanager
     def counted_as(self, name: str) -> Iterator[None]:
@@ -151,7 +168,8 @@ class Page:
 
     def note_step(self, examples: int = 0) -> None:
         """Notes that all ranks have come to reduce the gradients of a step, this one with so many examples."""
-        self.end_pause()
+        if self._pause is not None:
+            self.end_pause()
         now = time.perf_counter()
         steps, prompt_steps, *counts, began = _COUNTS.unpack_from(self.memory)
         if self._step_began and self._compiles:

@@ -11,7 +11,6 @@ while each of the others waited 10 % of it or more and was prompt in at most hal
 not fewer. A rank that is the last now and then, as it writes a checkpoint or because times vary, is none.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,8 +27,6 @@ PARTS = {
 SERIES = ("steps", "examples", "seconds", *list(PARTS)[1:], "pausing", "memory")
 #: The format of a job's record.
 RECORD_FORMAT = 1
-#: The number of places in a histogram of steps.
-BUCKETS = 64
 _FEWEST_STEPS = 20
 #: A period is over when each rank has made steps for so many seconds.
 _PERIOD = 60.0
@@ -79,24 +76,6 @@ class RankProgress:
         """The seconds in steps that are nothing else."""
         spent = self.waiting + self.loading + self.exchanging + self.committing + self.recovering
         return max(0.0, self.seconds - spent)
-
-
-def bucket_of(seconds: float) -> int:
-    """The place in a histogram of a step that took so long: three double the time, from 50 µs on.
-
-    >>> bucket_of(1e-6), bucket_of(100e-6), bucket_of(1.0), bucket_of(1e9)
-    (0, 3, 42, 63)
-    """
-    return min(BUCKETS - 1, max(0, int(3 * math.log2(seconds / 50e-6)))) if seconds > 0 else 0
-
-
-def limit_of(place: int) -> float:
-    """The seconds that steps at this place in a histogram took at most; the last place has longer ones, too.
-
-    >>> [round(limit_of(place) * 1e6) for place in (0, 2, 3)]
-    [63, 100, 126]
-    """
-    return float(50e-6 * 2 ** ((place + 1) / 3))
 
 
 @dataclass

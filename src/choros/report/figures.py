@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from choros.observe.stragglers import PARTS, limit_of
+from choros.observe.progress import limit_of
+from choros.observe.stragglers import PARTS
 from choros.observe.verdict import percent_text
 from choros.report import drawing
 from choros.report.drawing import COLOURS, Point, bytes_text, seconds_text

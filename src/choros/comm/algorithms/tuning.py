@@ -3,6 +3,7 @@ candidate whose slowest rank was the fastest. A size that the user has given is 
 """
 
 import csv
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
@@ -12,9 +13,13 @@ from typing import TypeVar
 import numpy as np
 
 from choros.comm.communicator import Communicator
+from choros.comm.fusion import chunk_bytes
 from choros.comm.primitives import CHUNK_BYTES
 from choros.comm.reduction import Reduction
 from choros.durable import unfinished
+from choros.settings import current
+
+_log = logging.getLogger("choros")
 
 T = TypeVar("T")
 #: Makes a communicator use other sizes; called on every rank with the same ones.
@@ -61,6 +66,24 @@ class Tuning:
 Measurement = tuple[Tuning, int, float]
 
 
+def tune(communicator: Communicator, tuning: Tuning, use: Tune) -> None:
+    """Uses the sizes of the settings, or those that are measured; every rank must call it."""
+    config, measurements = current(), list[Measurement]()
+    tuning = replace(tuning, chunk_bytes=chunk_bytes(config.fusion_bytes))
+    use(tuning)
+    measured = config.autotune and communicator.size > 1
+    if measured:
+        tuning, measurements = autotune(communicator, tuning, use, keep_chunks=config.fusion_bytes is not None)
+    if communicator.rank != 0:
+        return
+    _log.info("allreduce: %s (%s).", tuning, "measured" if measured else "CHOROS_AUTOTUNE=1 measures")
+    if measured and config.autotune_log:
+        try:
+            _write(Path(config.autotune_log), measurements, tuning)
+        except OSError as error:
+            _log.warning("CHOROS_AUTOTUNE_LOG=%s cannot be written: %s.", config.autotune_log, error.strerror)
+
+
 def autotune(
     communicator: Communicator, tuning: Tuning, tune: Tune, megabytes: int = 16, *, keep_chunks: bool = False
 ) -> tuple[Tuning, list[Measurement]]:
@@ -77,7 +100,7 @@ def autotune(
     return _choose(communicator, tune, measurements, windows, *small, large), measurements
 
 
-def write_measurements(path: Path, measurements: Sequence[Measurement], chosen: Tuning) -> None:
+def _write(path: Path, measurements: Sequence[Measurement], chosen: Tuning) -> None:
     """Writes a CSV file with a row for each measurement, and the chosen sizes as the last row."""
     with unfinished(path) as name, name.open("w", newline="") as file:
         writer = csv.writer(file)

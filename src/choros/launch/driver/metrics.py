@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, final
 
 from choros.errors import ConfigError
 from choros.launch.driver.job_record import JobRecord
-from choros.observe.stragglers import BUCKETS, PARTS, limit_of
+from choros.observe.progress import BUCKETS, limit_of
+from choros.observe.stragglers import PARTS
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -33,7 +33,9 @@ class Exchange(Protocol):
             New arrays of the layout's shapes and dtypes, the same on every rank.
         """
 
-    def sum_into(self, out: Sequence[Any], arrays: Sequence[Any], before: float, after: float) -> list[Any]:
+    def sum_into(
+        self, out: Sequence[Any] | None, arrays: Sequence[Any] | None, before: float, after: float
+    ) -> list[Any]:
         """``sum``, which may write the results into ``out``, maybe ``arrays`` themselves, and return these."""
         del out
         return self.sum(arrays, before, after)

@@ -151,14 +151,10 @@ class NoiseProgress:
         >>> progress.announced("layout", 32), progress.heard([65, 0])
         (65, ([32, 0], True))
         """
-        if not self.every:
-            return examples
         return 2 * examples + (self.since.get(layout, 0) + 1 >= self.every)
 
     def heard(self, values: Sequence[int]) -> tuple[Sequence[int], bool]:
         """The examples of all ranks, and whether one of them announced a measurement."""
-        if not self.every:
-            return values, False
         return [value >> 1 for value in values], any(value & 1 for value in values)
 
     def begun(self, layout: Hashable, weight: float, examples: int, *, again: bool, exchange: bool) -> NoiseProgress:

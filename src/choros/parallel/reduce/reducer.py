@@ -167,7 +167,8 @@ class GradientReducer:
 
         def collective() -> list[Gradient]:
             plan = self._planned(kinds)
-            value = self._progress.noise.announced(kinds, examples)
+            noise = self._progress.noise
+            value = noise.announced(kinds, examples) if noise.every else examples
             counts = communicator.agree(plan.request if exchange else plan.micro_batch, value=value)
             self._begin(plan, counts, examples, exchange=exchange)
             own = _times(self._factor, gradients) if examples else None
@@ -227,7 +228,8 @@ class GradientReducer:
         def collective() -> list[Gradient] | None:
             if bucket == 0:
                 now = self._planned(plan.layout)
-                value = self._progress.noise.announced(plan.layout, examples)
+                noise = self._progress.noise
+                value = noise.announced(plan.layout, examples) if noise.every else examples
                 self._begin(now, communicator.agree(now.first_bucket, value=value), examples, exchange=True)
             else:
                 # Between buckets the user's program runs: its collective on one rank must not be matched with this one.
@@ -348,8 +350,9 @@ class GradientReducer:
 
     def _begin(self, plan: Plan, counts: Sequence[int], examples: int, *, exchange: bool, joined: bool = False) -> None:
         """Notes the number of examples that each rank has in the micro-batch."""
-        done, layout = self._progress, plan.layout
-        counts, due = done.noise.heard(counts)
+        done, layout, due = self._progress, plan.layout, False
+        if done.noise.every:
+            counts, due = done.noise.heard(counts)
         total = sum(counts)
         if not total:
             raise EngineError(f"the batch has {examples} examples, and no other rank has any: expected 1 or more.")
@@ -380,7 +383,8 @@ class GradientReducer:
             self._begun = self._progress.steps
             if not joined:
                 page.note_step(examples)
-            _emit(Kind.STEP_BEGUN, self.name, step=self._begun, examples=examples, joined=joined)
+            if Kind.STEP_BEGUN in events.heard:
+                events.emit(Kind.STEP_BEGUN, self.name, step=self._begun, examples=examples, joined=joined)
         # With several micro-batches ranks may differ in whether they have accumulated gradients of earlier ones.
         same = self.config.micro_batches == 1 and len(set(counts)) == 1
         self._scales = _scales(plan, self._weight, same=same)
@@ -414,25 +418,25 @@ class GradientReducer:
     def _sum(
         self, plan: Plan, bucket: int, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None
     ) -> list[Gradient]:
-        _emit(Kind.BUCKET_BEGUN, self.name, bucket=bucket, arrays=len(plan.indices[bucket]))
+        if Kind.BUCKET_BEGUN in events.heard:
+            events.emit(Kind.BUCKET_BEGUN, self.name, bucket=bucket, arrays=len(plan.indices[bucket]))
         exchange, norms = plan.exchanges[bucket], self._norms
         if norms is not None and gradients is not None:
             factor = math.prod(self._scales)
             norms[0] += squared_norm(gradients) * (factor * factor)
         # Infinities are detected by the loss scale: NumPy must not warn of them.
         with np.errstate(over="ignore", invalid="ignore"):
-            if gradients is None or out is None:
-                reduced = exchange.sum(gradients, *self._scales)
-            else:
-                reduced = exchange.sum_into(out, gradients, *self._scales)
-        _emit(Kind.BUCKET_DONE, self.name, bucket=bucket)
+            reduced = exchange.sum_into(out, gradients, *self._scales)
+        if Kind.BUCKET_DONE in events.heard:
+            events.emit(Kind.BUCKET_DONE, self.name, bucket=bucket)
         if norms is not None:
             norms[1] += squared_norm(reduced)
         if bucket == len(plan.indices) - 1:
             if norms is not None:
                 noise = _measured(self._progress.noise, plan.layout, norms, plan.communicator)
                 self._progress, self._norms = replace(self._progress, noise=noise), None
-            _emit(Kind.STEP_DONE, self.name, step=self._progress.steps)
+            if Kind.STEP_DONE in events.heard:
+                events.emit(Kind.STEP_DONE, self.name, step=self._progress.steps)
             plan.communicator.when_settled(self._settle)
         return reduced
 
@@ -440,11 +444,6 @@ class GradientReducer:
         self._settled = self._progress
         if self._settled.noise.latest is not None:
             publish(self._settled.noise.latest)
-
-
-def _emit(kind: Kind, name: str, **details: events.Detail) -> None:
-    if kind in events.heard:
-        events.emit(kind, name, **details)
 
 
 def _measured(

@@ -209,15 +209,16 @@ class ScatterExchange(Exchange):
 
     def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
         """See ``Exchange``; returns this rank's items."""
-        rank = self._communicator.rank
-        results = [aligned_empty((each.items(rank),), each.dtype) for each in self._layout]
-        return self.sum_into(results, arrays, before, after)
+        return self.sum_into(None, arrays, before, after)
 
     def sum_into(
-        self, out: Sequence[Array], arrays: Sequence[Array] | None, before: float, after: float
+        self, out: Sequence[Array] | None, arrays: Sequence[Array] | None, before: float, after: float
     ) -> list[Array]:
         """See ``Exchange``; ``out`` are flat arrays of this rank's items."""
-        results, size = list(out), self._communicator.size
+        rank, size = self._communicator.rank, self._communicator.size
+        if out is None:
+            out = [aligned_empty((each.items(rank),), each.dtype) for each in self._layout]
+        results = list(out)
         for dtype, wire, indices in self._groups:
             layout = [self._layout[index] for index in indices]
             if arrays is None:
