@@ -54,6 +54,17 @@ def epoch(reducer: GradientReducer, batches: Sequence[Batch]) -> list[float]:
 # ── one step ─────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("exchange", [True, False])
+def test_fewer_examples_than_none_are_an_error_on_all_ranks(*, exchange: bool) -> None:
+    def rank_main(process_set: ProcessSet) -> str:
+        reducer = GradientReducer(ReduceConfig(process_set=process_set, micro_batches=2))
+        with pytest.raises(ConfigError if process_set.rank() == 0 else MismatchError) as caught:
+            reducer.reduce(gradients(1.0), examples=32 if process_set.rank() else -1, exchange=exchange)
+        return str(caught.value)
+
+    assert all("examples=-1: expected the number in the batch" in text for text in on_threads(2, rank_main))
+
+
 @pytest.mark.parametrize("groups", [None, 0, 1, 2, 9, ((2, 0),), ((1,), (0,))])
 def test_average_is_over_examples(groups: Any) -> None:
     mean = (3 * 1.0 + 1 * 2.0 + 4 * 4.0) / 8

@@ -37,7 +37,7 @@ import numpy as np
 from choros.comm import Array, Communicator, ProcessSet, Reduction, Request, has_others
 from choros.comm.joining import Participation, join
 from choros.comm.membership import Membership
-from choros.errors import EngineError
+from choros.errors import ConfigError, EngineError
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.observe.progress import page
@@ -167,9 +167,7 @@ class GradientReducer:
 
         def collective() -> list[Gradient]:
             plan = self._planned(kinds)
-            noise = self._progress.noise
-            value = noise.announced(kinds, examples) if noise.every else examples
-            counts = communicator.agree(plan.request if exchange else plan.micro_batch, value=value)
+            counts = self._counts(plan, plan.request if exchange else plan.micro_batch, examples)
             self._begin(plan, counts, examples, exchange=exchange)
             own = _times(self._factor, gradients) if examples else None
             if exchange:
@@ -228,9 +226,7 @@ class GradientReducer:
         def collective() -> list[Gradient] | None:
             if bucket == 0:
                 now = self._planned(plan.layout)
-                noise = self._progress.noise
-                value = noise.announced(plan.layout, examples) if noise.every else examples
-                self._begin(now, communicator.agree(now.first_bucket, value=value), examples, exchange=True)
+                self._begin(now, self._counts(now, now.first_bucket, examples), examples, exchange=True)
             else:
                 # Between buckets the user's program runs: its collective on one rank must not be matched with this one.
                 now = plan
@@ -347,6 +343,13 @@ class GradientReducer:
 
     def _correct(self) -> None:
         self._factor = 1.0 if self.correction is None else self.correction()
+
+    def _counts(self, plan: Plan, request: Request, examples: int) -> list[int]:
+        """Agrees on a micro-batch; returns the values of all ranks, from which ``_begin`` learns their examples."""
+        noise = self._progress.noise
+        problem = ConfigError(f"examples={examples}: expected the number in the batch.") if examples < 0 else None
+        value = noise.announced(plan.layout, examples) if noise.every else examples
+        return plan.communicator.agree(request, value=value, problem=problem)
 
     def _begin(self, plan: Plan, counts: Sequence[int], examples: int, *, exchange: bool, joined: bool = False) -> None:
         """Notes the number of examples that each rank has in the micro-batch."""
