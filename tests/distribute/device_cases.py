@@ -104,6 +104,7 @@ def case_single_batches():
     for method in ("train_on_batch", "test_on_batch"):
         assert_close(*(getattr(model, method)(x, y) for model in (ours, theirs)))
     assert_close(*(model.predict_on_batch(x) for model in (ours, theirs)))
+    assert_close(*(model.train_on_batch(x[:1], y[:1]) for model in (ours, theirs)))  # the last of a data set
     assert_same(ours, theirs)
 
 
