@@ -14,9 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from choros.errors import ConfigError
-from choros.forecast.cli import forecast
+from choros.forecast.cli import PROFILES, forecast, link_of, parse_link
 from choros.forecast.costs import Link, Machines, allreduce_s, control_s, messages_s, slices_s
-from choros.forecast.links import PROFILES, link_of, parse_link
 from choros.forecast.model import Failures, Setting, best, memory_of, predict, settings
 from choros.forecast.workload import Bucket, Workload, expected_maximum, workload_of
 from choros.observe.events import Kind

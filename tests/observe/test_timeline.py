@@ -20,10 +20,9 @@ from choros.errors import ConfigError, NotInitializedError
 from choros.observe.events import Event, Kind
 from choros.observe.timeline import PartHeader, PartWriter, TimelinePart, part_path, parts_directory, read_part
 from choros.settings import Config
-from choros.trace.clocks import clock_map
 from choros.trace.files import from_json, merge_parts, read_trace, to_json
 from choros.trace.summary import collective_times, rank_times, summary_text, waits_of
-from choros.trace.trace import BUCKETS, MOMENTS, STEPS, Interval, collectives_of, merge
+from choros.trace.trace import BUCKETS, MOMENTS, STEPS, Interval, clock_map, collectives_of, merge
 from observe.timelines import MS, call, check, part, read, record
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from choros.report.numbers import differences
-from choros.report.page import comparison_of, page_of, write_page
+from choros.report.page import comparison_of, differences, page_of, write_page
 from report.browser import CHROMIUM, browser
 from report.records import read, record_of
 

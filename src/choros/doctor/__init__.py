@@ -4,7 +4,7 @@
 
     gather ── MachineFacts ──► checks ── Finding ──┐
                    ▲                               ├──► report ──► text or JSON, exit code
-    hosts ◄─ ssh ──┴── host    of other machines ──┤
+    hosts ◄─ ssh ──┴── hosts   of other machines ──┤
     allreduce                  a job of two ranks ─┘
 
 Facts are gathered without what they are about: each framework, and MPI, is imported in a process of its own.

@@ -1,31 +1,95 @@
-"""The other hosts: whether they accept the login, what they are, and whether all reach each other."""
+"""The other hosts: whether they accept the login, what they are, and whether all reach each other. This program answers
+there, in a login of the doctor's.
+
+::
+
+    doctor                                     host
+      ◄────────────────────────────── clock ────┤
+      ◄──────────── facts, port, secret ────────┤  ⎫
+      ├── the other hosts' ports and secrets ──►   ⎬ it listens
+      ◄──────────── hosts that it misses ───────┤  ⎪
+      ├── end of its input ────────────────────►   ⎭
+
+Each host listens at a free port, the doctor's too, and all others connect to it: a listener with another secret, or
+none, is not that host.
+"""
 
 import json
 import os
+import secrets
 import shlex
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from choros import durations
 from choros.doctor.checks import clock_ahead, compare
 from choros.doctor.facts import OK, PROBLEM, Finding, MachineFacts
-from choros.doctor.gather import working_directory
-from choros.doctor.host import MARK, Target, listening, unreached
+from choros.doctor.gather import gather, working_directory
 from choros.errors import LaunchError
 from choros.launch.driver.preflight import ask_all, check_client, check_distinct, last_line, log_in_all, login
 from choros.launch.plan.job import Job, Ssh
+from choros.transport.channel import listen
 
 #: What a host's facts depend on, of the environment that the job's ranks inherit.
 _INHERITED = ("PYTHONPATH", "LD_LIBRARY_PATH", "KERAS_BACKEND", "TMPDIR")
 _HERE = "this machine"
+#: Begins each line for the doctor: a login shell may print others.
+_MARK = "choros doctor: "
+
+
+class Target(NamedTuple):
+    """A listener on a host: it can be reached if one of the ``addresses`` can."""
+
+    host: str
+    addresses: Sequence[str]
+    port: int
+    secret: str
+
+
+@contextmanager
+def listening() -> Iterator[tuple[int, str]]:
+    """A block in which all who connect to a port get a secret: the port, and the secret."""
+    secret = secrets.token_hex(8)
+    with listen("") as server:
+        with suppress(RuntimeError):  # too many threads: others do not reach this machine
+            threading.Thread(target=_answer, args=(server, secret.encode()), daemon=True).start()
+        yield server.getsockname()[1], secret
+
+
+def _answer(server: socket.socket, secret: bytes) -> None:
+    with suppress(OSError):  # the block has ended
+        while True:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.sendall(secret)
+
+
+def unreached(targets: Sequence[Target]) -> list[str]:
+    """Returns the hosts of ``targets`` that this machine does not reach."""
+    by_host = {target.host: target for target in targets}
+    _, failures = ask_all([*by_host], lambda host: _connect(by_host[host]), durations.DOCTOR_REACH)
+    return list(failures)
+
+
+def _connect(target: Target) -> str:
+    """Returns the address that leads to ``target``; an ``OSError`` if none does."""
+    seconds = durations.DOCTOR_REACH / max(1, len(target.addresses))
+    for address in target.addresses:
+        with suppress(OSError), socket.create_connection((address, target.port), timeout=seconds) as connection:
+            if connection.recv(64, socket.MSG_WAITALL) == target.secret.encode():
+                return address
+    raise OSError("not reached")
 
 
 class Session:
-    """A login to a host, where ``doctor/host.py`` answers, until it is closed."""
+    """A login to a host, where ``main`` answers, until it is closed."""
 
     def __init__(self, name: str, ssh: Ssh, mpirun: str) -> None:
         self.name = name
@@ -62,8 +126,8 @@ class Session:
 
     def _answer(self) -> Any:
         for line in self._process.stdout:
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK))
+            if line.startswith(_MARK):
+                return json.loads(line.removeprefix(_MARK))
         raise OSError(last_line(self._process.stderr.read()) or "it ended without an answer")
 
 
@@ -113,7 +177,7 @@ def _command(mpirun: str) -> str:
     directory = working_directory()
     given = [f"{name}={os.environ[name]}" for name in _INHERITED if os.environ.get(name)]
     mpirun = "" if os.path.dirname(mpirun) == os.path.dirname(sys.executable) else mpirun
-    argv = ["env", *given, sys.executable, "-P", "-m", "choros.doctor.host", directory, mpirun]
+    argv = ["env", *given, sys.executable, "-P", "-m", "choros.doctor.hosts", directory, mpirun]
     return f"cd {shlex.quote(directory)} 2>/dev/null; exec {shlex.join(argv)}"
 
 
@@ -125,3 +189,23 @@ def _no_login(name: str, why: str, ssh: Ssh) -> Finding:
 def _no_choros(name: str, why: str) -> Finding:
     text = f"{sys.executable} cannot run choros there: {why}."
     return Finding("versions", PROBLEM, text, f"install Python and choros at the same path: {sys.executable}", name)
+
+
+def main() -> None:
+    """Answers the doctor; its arguments: the job's directory, and the path of its mpirun, empty for the default."""
+    _say(time.time())
+    directory, mpirun = sys.argv[1:]
+    with listening() as (port, secret):
+        _say({"facts": asdict(gather(directory, mpirun or None)), "port": port, "secret": secret})
+        targets = json.loads(sys.stdin.readline() or "[]")
+        _say(unreached([Target(*each) for each in targets]))
+        sys.stdin.read()
+
+
+def _say(answer: Any) -> None:
+    sys.stdout.write(f"{_MARK}{json.dumps(answer)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

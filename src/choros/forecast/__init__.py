@@ -3,7 +3,7 @@
 ::
 
     run.json ── workload.py ──► compute, its spread, buckets ──┐
-    --net    ── links.py    ──► α and β of the links ──────────┤
+    --net    ── cli.py      ──► α and β of the links ──────────┤
                                                                ├─ model.py ──► seconds of a step ──► report.py
     settings ── costs.py    ──► seconds of an exchange ────────┘
 """

@@ -2,8 +2,8 @@
 
 ::
 
-    cli ─► inspection ─── a process of its own ──► subject ─► objects     a script until its third step, or a file;
-             │            ◄─── a file: JSON ──────                        the bytes of what it trains
-             ▼
-           model ──► report                                               pure: bytes of a rank, for n ranks
+    cli ─── a process of its own ──► subject ─► objects     a script until its third step, or a file;
+     │      ◄─── a file: JSON ──────                        the bytes of what it trains
+     ▼
+    model ──► report                                        pure: bytes of a rank, for n ranks
 """

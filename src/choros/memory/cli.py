@@ -1,5 +1,12 @@
-"""The ``choros memory`` command: parses arguments and prints; the other modules of this package do the work."""
+"""The ``choros memory`` command: runs a script, or loads a model, in a process of its own, and prints what it needs."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -7,10 +14,12 @@ import click
 
 from choros import durations
 from choros.bench.cases import parse_ranks
+from choros.bench.process_group import reason_in
 from choros.bench.report import check_writable, show, write_json
+from choros.errors import ChorosError, ConfigError
 from choros.launch.driver.output import shown_if_slow
-from choros.memory.inspection import SAVED, inspect_subject
-from choros.memory.model import parse_memory
+from choros.launch.processes.process_tree import die_with_parent, signal_group
+from choros.memory.model import TrainedModel, parse_memory
 from choros.memory.report import MemoryOutlook
 
 _HELP = """\
@@ -40,6 +49,11 @@ Exit codes:
   130, 143  ended by Ctrl-C, by SIGTERM; the script is ended, too
 """
 
+#: How Keras' files end.
+_SAVED = ".keras"
+#: Makes TensorFlow return what a step has needed to the system, so that the next step's need is seen.
+_RELEASING = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
+
 
 @click.command(help=_HELP)
 @click.argument("file", type=click.Path(path_type=Path))
@@ -61,7 +75,7 @@ def memory(
     check_writable("--json", json_file)
     numbers = sorted(parse_ranks("--np", ranks))
     limit = None if fit is None else parse_memory(fit)
-    what = "loading" if file.suffix == SAVED else "running"
+    what = "loading" if file.suffix == _SAVED else "running"
     message = f"choros memory: {what} {file} on one process …"
     with shown_if_slow(message, durations.MEMORY_PROGRESS, partial(click.echo, err=True)):
         model = inspect_subject(file, arguments, batch)
@@ -70,3 +84,53 @@ def memory(
     show(outlook.table())
     write_json(json_file, outlook.as_json())
     return 0
+
+
+def inspect_subject(path: Path, arguments: Sequence[str], batch: int | None) -> TrainedModel:
+    """Returns what a script with ``arguments`` trains, or a saved model, which is itself trained on ``batch`` rows, if
+    these are given; a ``ConfigError`` if it does not train, a ``ChorosError`` if it fails.
+    """
+    _check(path, arguments, batch)
+    words = (
+        ("load_file", str(path), str(batch or 0)) if path.suffix == _SAVED else ("run_script", str(path), *arguments)
+    )
+    with tempfile.TemporaryDirectory(prefix="choros-memory-") as directory:
+        file, log = Path(directory) / "findings.json", Path(directory) / "output"
+        code = _run((sys.executable, "-m", "choros.memory.subject", str(file), *words), log)
+        found = json.loads(file.read_text()) if file.exists() else {}
+        if code != 0 and "error" not in found:
+            reason = reason_in(log.read_text(errors="replace"), f"exit code {code}")
+            raise ChorosError(f"{path} failed before it was measured: {reason}")
+    if "model" not in found:
+        raise ConfigError(found.get("error", f"{path} has ended its process without a training step."))
+    return TrainedModel.from_json(found["model"])
+
+
+def _check(path: Path, arguments: Sequence[str], batch: int | None) -> None:
+    is_saved = path.suffix == _SAVED
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file. Give a training script, or a model's {_SAVED} file.")
+    if not is_saved and path.suffix != ".py":
+        raise ConfigError(f"{path}: expected a Python script (.py) or a model that Keras has saved ({_SAVED}).")
+    if not is_saved and batch is not None:
+        raise ConfigError(f"--batch {batch}: only for a model's file. A script has its own batch size.")
+    if is_saved and arguments:
+        raise ConfigError(f"{' '.join(arguments)}: a model's file takes no arguments; a script does.")
+
+
+def _run(command: tuple[str, ...], log: Path) -> int:
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env={"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, **_RELEASING},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+        try:
+            return process.wait()
+        finally:
+            signal_group(process.pid, signal.SIGKILL)  # what a script has started, too
+            process.wait()

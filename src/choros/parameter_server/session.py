@@ -9,19 +9,23 @@
                                             Assign  ◄────────────── push_assigned: after it, as of batch norm
     pull: after the last function ◄──────── Changed
 
-Variables are placed once the model is built, by one plan everywhere; the chief's include slots (slots.py).
+Variables are placed once the model is built, by one plan everywhere; the chief's include slots (slots.py). What a
+function assigns to weights itself is noted, before, and sent at its end if it differs from what the servers have. One
+that is compiled assigns without ``assign``, whenever it runs: what it was seen to assign when it was traced is compared
+after each function, as are the statistics of layers; nothing else is.
 """
 
 import hashlib
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, final
 
 import numpy as np
 
+from choros.arrays import adapter_of
 from choros.comm import Array
 from choros.errors import ConfigError
-from choros.parameter_server.assignments import copy_of, note_assignments
 from choros.parameter_server.cluster import Servers
 from choros.parameter_server.messages import Changed, Updated
 from choros.parameter_server.placement import (
@@ -40,13 +44,16 @@ from choros.parameter_server.scope_objects import ScopeObjects, host
 from choros.parameter_server.slots import Slots
 from choros.training.keras_internals.models import (
     decays,
+    in_stateless_scope,
     layers_of,
+    local_value,
     own_statistics,
     own_variables,
     seed_generators_of,
 )
 from choros.training.random_numbers import draw_by_replica
-from choros.training.thread import doing
+from choros.training.replaced import derived
+from choros.training.thread import doing, thread
 from choros.training.variables import derive_again
 
 
@@ -339,3 +346,40 @@ def _whole(variable: Any, parts: list[tuple[Shard, Array]]) -> Array:
 
 def _digest(value: Array) -> bytes:
     return hashlib.blake2b(value.tobytes(), digest_size=16).digest()
+
+
+_SESSION = "_choros_session"
+
+
+def note_assignments(variable: Any, session: Any) -> None:
+    """Makes ``assign`` of a worker's variable call ``session.note`` first."""
+    variable.__class__ = derived(type(variable), _Noted)
+    # Not the session itself, which a copy of the variable would copy.
+    object.__setattr__(variable, _SESSION, weakref.ref(session))
+
+
+class _Noted:
+    """The method of a variable that notes what a function assigns."""
+
+    def assign(self, value: Any) -> Any:
+        """Keras' own."""
+        session = getattr(self, _SESSION)()
+        if session is not None and not thread.receiving_values:
+            is_compiled = in_stateless_scope() or adapter_of(local_value(self)).is_symbolic([value])
+            session.note(self, compiled=is_compiled)
+        return super().assign(value)  # type: ignore[misc]
+
+
+def copy_of(variable: Any) -> Array | None:
+    """Returns a copy of a variable's value, also while a function is traced; ``None`` if JAX has given it away."""
+    import keras
+
+    value = local_value(variable)
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.init_scope():
+            return np.array(adapter_of(value).to_host(value))
+    if keras.backend.backend() == "jax" and value.is_deleted():
+        return None
+    return np.array(adapter_of(value).to_host(value))

@@ -1,23 +1,182 @@
-"""Elastic jobs: each ``run`` is one, on the actors that there are; lost ranks are replaced when Ray has new actors."""
+"""Elastic jobs: each ``run`` is one, on the actors that there are: as many as it may have and Ray has room for. A
+thread looks after them; lost ranks are replaced when Ray has new ones.
 
+::
+
+    Ray has room ──► an actor ── listens ──► the registry: a rank may be tied to it
+    it has ended ──► out of the registry; its rank has ended with it; a new one is asked for
+    its node drains, or is not wanted any more ──► its rank leaves in order ──► the actor is ended
+"""
+
+import logging
 import secrets
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, final
 
 import ray
 
 from choros import durations
-from choros.errors import EngineError, UnsupportedError
+from choros.errors import EngineError, LaunchError, UnsupportedError
 from choros.launch.run import pack
-from choros.ray.discovery import rooms
-from choros.ray.job import RayJob, in_order, number
+from choros.ray import discovery as hosts_of_ray
+from choros.ray.discovery import HostDiscovery, rooms, wanted
+from choros.ray.job import RayJob, give_devices, in_order, number
 from choros.ray.messages import RaySettings
-from choros.ray.pool import ActorPool
 from choros.ray.rank import run_tied
-from choros.ray.registry import ActorRegistry
+from choros.ray.registry import ActorRegistry, ReadyActor
+from choros.ray.worker import CONTROL, create_worker, no_room
 from choros.transport.address import this_host
+
+_log = logging.getLogger("choros")
+#: The host of actors that Ray places.
+ANYWHERE = ""
+
+
+@dataclass(eq=False)
+class _Hired:
+    """An actor that was asked for, on ``host``; ``ready``: once Ray has room for it, and it listens."""
+
+    handle: Any
+    host: str
+    place: Any
+    end: Any
+    ready: ReadyActor | None = None
+    leaves: bool = False
+
+
+@final
+class ActorPool:
+    """Keeps actors for ``registry``, ``most`` at a time (``None``: as many as the cluster has room for now);
+    ``discovery``: where; ``None``: where Ray places them.
+    """
+
+    def __init__(
+        self,
+        registry: ActorRegistry,
+        secret: str,
+        worker: Mapping[str, float],
+        most: int | None,
+        discovery: HostDiscovery | None,
+    ) -> None:
+        self._registry, self._secret, self._worker = registry, secret, worker
+        self._most, self._discovery = most, discovery
+        self._anywhere = most or sum(rooms(ray.nodes(), worker).values())
+        self._hired: list[_Hired] = []
+        self._failure, self._has_begun = "", False
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._look_after, name="choros: actors", daemon=True)
+        self._thread.start()
+
+    def wait(self, least: int, seconds: float) -> None:
+        """Waits for ``least`` actors, and once a moment longer, for more. ``TimeoutError``: there are not so many."""
+        there = self._registry.wait(lambda actors: len(actors) >= least, seconds)
+        if not there:
+            if self._failure:
+                raise LaunchError(f"{least} workers of Ray's did not start within {seconds:g} s: {self._failure}")
+            raise no_room(f"{least} workers with {dict(self._worker)}", seconds)
+        if self.most != least and not self._has_begun:
+            self._registry.wait(lambda actors: len(actors) >= self.most, durations.RAY_MORE)
+        self._has_begun = True
+
+    @property
+    def most(self) -> int:
+        """How many actors there may be: never fewer than there are."""
+        there = sum(each.ready is not None for each in self._hired)
+        return max(there, self._anywhere)
+
+    def close(self) -> None:
+        """Ends the actors."""
+        self._ends.set()
+        self._thread.join(durations.RAY_END)
+        for each in self._hired:
+            with suppress(Exception):  # Ray may have been shut down
+                ray.kill(each.handle)
+
+    def _look_after(self) -> None:
+        while not self._ends.is_set():
+            began = time.monotonic()
+            try:
+                self._look()
+            except Exception as error:  # noqa: BLE001  (whatever Ray or the user's discovery raises: look again)
+                if not ray.is_initialized():
+                    return
+                _log.warning("choros.ray: the actors of this job cannot be looked after now: %s", error)
+            self._ends.wait(max(0.0, hosts_of_ray.DISCOVER_HOSTS_FREQUENCY_SECS - (time.monotonic() - began)))
+
+    def _look(self) -> None:
+        self._note_ready()
+        self._note_ended()
+        draining = set(_draining())
+        hosts = {ANYWHERE: self._anywhere}
+        if self._discovery is not None:
+            hosts = dict(self._discovery.find_available_hosts_and_slots())
+        staying = [each for each in self._hired if not each.leaves]
+        counts = wanted(hosts, Counter(each.host for each in staying), self._most)
+        for each in staying:
+            is_wanted = counts.get(each.host, 0) > 0
+            if is_wanted and not (each.ready and each.ready.place.node in draining):
+                counts[each.host] -= 1
+            elif not (each.ready and each.ready.is_expected):
+                self._dismiss(each)
+        for host, count in counts.items():
+            for _ in range(count):
+                self._hired.append(self._hire(host))
+
+    def _hire(self, host: str) -> _Hired:
+        where: dict[str, Any] = {"resources": {f"node:{host}": 0.01}}
+        handle = create_worker(self._worker, **({"scheduling_strategy": "DEFAULT"} if host == ANYWHERE else where))
+        return _Hired(
+            handle, host, handle.listen.remote(self._secret), handle.stay.options(concurrency_group=CONTROL).remote()
+        )
+
+    def _note_ready(self) -> None:
+        waiting = {each.place: each for each in self._hired if each.ready is None}
+        done = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0] if waiting else []
+        for place in done:
+            each = waiting[place]
+            try:
+                each.ready = ReadyActor(each.handle, ray.get(place))
+            except ray.exceptions.RayError as error:  # it has ended
+                self._failure = str(error)
+                continue
+            ready = [each.ready for each in self._hired if each.ready is not None]
+            here = [one for one in ready if one.place.machine == each.ready.place.machine]
+            give_devices(here, use_gpu=self._worker["GPU"] > 0)
+            self._registry.add(each.ready)
+
+    def _note_ended(self) -> None:
+        ends = {each.end: each for each in self._hired}
+        for end in ray.wait(list(ends), num_returns=len(ends), timeout=0)[0] if ends else []:
+            self._forget(ends[end])
+        for each in [each for each in self._hired if each.leaves and (each.ready is None or each.ready.rank is None)]:
+            ray.kill(each.handle)
+            self._forget(each)
+
+    def _forget(self, hired: _Hired) -> None:
+        self._hired.remove(hired)
+        if hired.ready is not None:
+            self._registry.drop(hired.ready)
+
+    def _dismiss(self, hired: _Hired) -> None:
+        hired.leaves = True
+        if hired.ready is not None:
+            self._registry.remove(hired.ready)
+            if hired.ready.rank is not None:
+                hired.handle.leave.options(concurrency_group=CONTROL).remote()
+
+
+def _draining() -> Mapping[str, Any]:
+    """Ray's numbers of the nodes that are about to go."""
+    from ray._private.state import state  # Ray has no public name for it
+
+    get: Callable[[], Mapping[str, Any]] | None = getattr(state, "get_draining_nodes", None)
+    return {} if get is None else get()
 
 
 @final

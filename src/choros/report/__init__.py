@@ -2,9 +2,7 @@
 
 ::
 
-    FILE.json ──► record ──► figures ── as SVG, by drawing ──► page ──► FILE.html
-                    │                                           ▲
-                    └──────► numbers ── of one job, or of two ──┘
+    FILE.json ──► record ──► figures ── as SVG, by drawing ──► page, with the main numbers ──► FILE.html
 
 The page needs no network and no script: a browser opens it anywhere, also years later.
 """

@@ -6,8 +6,7 @@ import click
 
 from choros.errors import ConfigError
 from choros.observe.verdict import aligned
-from choros.report.numbers import differences
-from choros.report.page import comparison_of, page_of, write_page
+from choros.report.page import comparison_of, differences, page_of, write_page
 from choros.report.record import read_record
 
 _HELP = """\

@@ -8,6 +8,6 @@
                                 └── after a crash: chorosrun, or ``choros timeline`` ────┘
 
 Each rank writes its *part* as events happen (``choros.observe.timeline``), so a killed rank leaves all that it did;
-recording needs no messages. At the end rank 0 receives all parts, aligns the hosts' clocks (``clocks.py``), pairs
-events (``trace.py``) and writes Chrome's format (``files.py``). If a job ends sooner, they are merged where they lie.
+recording needs no messages. At the end rank 0 receives all parts, aligns the hosts' clocks and pairs events
+(``trace.py``), and writes Chrome's format (``files.py``). If a job ends sooner, they are merged where they lie.
 """
