@@ -26,7 +26,7 @@ from choros.forecast.fit import fit_link
 from network import Line, switched
 from steps import COMPUTE, EVERY, POWER
 
-from choros.bench.plot import new_figure
+from choros.bench.report import new_figure
 from choros.forecast.costs import Machines
 from choros.forecast.model import memory_of, predict, settings
 from choros.forecast.workload import Workload, workload_of

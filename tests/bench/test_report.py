@@ -6,8 +6,18 @@ import pytest
 from choros.bench.allreduce import tables
 from choros.bench.figures import AlphaBeta, Summary, Timing, Trial, format_seconds, ratios, summarise, trial_of
 from choros.bench.overhead import tables as overhead_tables
-from choros.bench.plot import check_files, plot_rows, plot_sizes, scaling_title
-from choros.bench.report import ReportRow, check_writable, compare, plain_text, show, write_json
+from choros.bench.report import (
+    ReportRow,
+    check_files,
+    check_writable,
+    compare,
+    plain_text,
+    plot_rows,
+    plot_sizes,
+    scaling_title,
+    show,
+    write_json,
+)
 from choros.errors import ConfigError
 
 PNG = b"\x89PNG"

@@ -16,9 +16,9 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from choros.comm import Communicator, Reduction, global_process_set
-from choros.comm.algorithms.tuning import Tuning, autotune
-from choros.comm.algorithms.window import WindowReduction
 from choros.comm.engines.mpi import MpiCommunicator
+from choros.comm.engines.mpi_tuning import Tuning, autotune
+from choros.comm.engines.mpi_window import WindowReduction
 from choros.errors import ConfigError
 from choros.topology import shard_range
 

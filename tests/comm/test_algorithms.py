@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from choros.comm.algorithms.tuning import best
-from choros.comm.algorithms.window import HostRanks
+from choros.comm.engines.mpi_tuning import best
+from choros.comm.engines.mpi_window import HostRanks
 from harness import Job, case_names, check_case, on
 
 MODULE = "comm.algorithm_cases"

@@ -9,8 +9,8 @@ import pytest
 
 import choros
 from choros.comm import LEAVES, ProcessSet, Reduction, context, global_process_set, on_change
-from choros.comm.algorithms.window import _identity, _map, _reserve
 from choros.comm.engines.local import LocalCommunicator
+from choros.comm.engines.mpi_window import _identity, _map, _reserve
 from choros.comm.membership import Change, Membership
 from choros.comm.reduction import writer
 from choros.topology import Topology

@@ -8,7 +8,7 @@ import pytest
 
 from choros.launch.plan.arguments import Arguments
 from choros.launch.run import pack
-from choros.spark import own_machine
+from choros.spark import plan
 from choros.spark.host import _visible_to
 from choros.spark.plan import Machine, machines_of
 from choros.spark.run import arguments_of
@@ -37,8 +37,8 @@ def test_a_store_is_a_directory_of_the_driver(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("env", "seen"), [({}, "2,0"), ({"CUDA_VISIBLE_DEVICES": ""}, "")])
 def test_ranks_see_the_gpus_of_their_machine_unless_the_user_says_which(env, seen, monkeypatch):
-    monkeypatch.setattr(own_machine, "_own", None)
+    monkeypatch.setattr(plan, "_own", None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES", "as of the executor"))
     machines = machines_of([Machine(this_host(), "10.0.0.1", "/tmp/x", [int(gpu)], [[gpu]]) for gpu in "20"])
-    own_machine.run_packed(pack(dict), _visible_to(Arguments(env=env), machines))
+    plan.run_packed(pack(dict), _visible_to(Arguments(env=env), machines))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen

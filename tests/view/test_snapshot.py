@@ -9,8 +9,7 @@ from choros.launch.driver.job_record import JobRecord, RankRecord, screen_lines
 from choros.launch.protocol.frames import Start
 from choros.observe.events import Event, Kind
 from choros.observe.stragglers import RankProgress
-from choros.view.snapshot import view_of
-from choros.view.text import cells, curve, table
+from choros.view.snapshot import cells, curve, table, view_of
 
 BEGAN = 1000.0
 

@@ -8,7 +8,7 @@
              run ─► process_group ─► channel  rounds of trials; a contender's processes; messages to them
               │         └──────────► contender  and the commands with which its users start it
               ▼
-           figures ─► report, plot
+           figures ─► report
 
     cli ─► startup                           processes that live for one trial
     cli ─► memory ─► resident                ranks that train once, and the peak of their memory

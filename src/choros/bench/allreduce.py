@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from choros.bench.cases import AllreduceCase, format_bytes, unet_shapes
 from choros.bench.contender import CHOROS, Contender, chorosrun, horovodrun, mpirun, process, torchrun
 from choros.bench.figures import format_ranks, ratios
-from choros.bench.plot import fits
-from choros.bench.report import ReportRow, Table, compare, grouped
+from choros.bench.report import ReportRow, Table, compare, fits, grouped
 from choros.bench.run import RunResult
 
 ANY_ARRAY, MEMCPY = "choros, any array", "memcpy"

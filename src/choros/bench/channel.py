@@ -41,7 +41,7 @@ ADDRESS, KEY = "CHOROS_BENCH_ADDRESS", "CHOROS_BENCH_KEY"
 COORDINATOR, PROCESS = "choros bench", "a process of a contender"
 
 _CACHE_LINE = 8  # 64-bit words
-#: There may be more processes than cores, which those that yield for long may keep (``comm/algorithms/tuning.py``).
+#: There may be more processes than cores, which those that yield for long may keep (``comm/engines/mpi_tuning.py``).
 _SPINS_BEFORE_YIELDING, _SPINS_BEFORE_SLEEPING = 200, 2000
 
 

@@ -16,8 +16,7 @@ from choros.bench import train as training
 from choros.bench.cases import BATCHES, parse_ranks, parse_sizes
 from choros.bench.contender import CHOROS, check_names, chosen
 from choros.bench.figures import format_ranks
-from choros.bench.plot import plot_rows, plot_sizes
-from choros.bench.report import check_writable, show, write_json
+from choros.bench.report import check_writable, plot_rows, plot_sizes, show, write_json
 from choros.bench.run import Effort
 from choros.bench.session import ENOUGH_ROUNDS, BenchSession, Progress, machine, machine_text
 

@@ -14,7 +14,7 @@ from choros.frameworks import is_installed
 from choros.launch.driver.machine import detect_mpirun, version_of
 from choros.launch.plan.cores import physical_cores
 from choros.launch.plan.mpi_implementations import OPEN_MPI_4, OPEN_MPI_5
-from choros.launch.processes.ports import free_ports
+from choros.transport.address import free_ports
 
 #: The name of choros' own contender: the baseline of all ratios.
 CHOROS = "choros"

@@ -16,8 +16,7 @@ import psutil
 
 from choros import durations
 from choros.bench.contender import CHOROS, Contender
-from choros.bench.plot import check_files
-from choros.bench.report import ReportRow, Table, show, write_json
+from choros.bench.report import ReportRow, Table, check_files, show, write_json
 from choros.bench.run import Case, Effort, RunResult, run_contenders
 from choros.bench.startup import CASES, run_starts
 from choros.launch.driver.machine import version_of

@@ -10,8 +10,7 @@ import click
 from choros.bench.cases import parse_ranks
 from choros.bench.contender import CHOROS
 from choros.bench.figures import nearest
-from choros.bench.plot import check_files
-from choros.bench.report import show, write_json
+from choros.bench.report import check_files, show, write_json
 from choros.errors import ConfigError
 from choros.forecast.costs import Link, Machines, allreduce_s, control_s
 from choros.forecast.model import Failures, memory_of, predict, settings

@@ -1,4 +1,4 @@
-"""The seconds of an exchange, after what choros and Open MPI do: ``comm/algorithms/window.py``, ``comm/fusion.py``.
+"""The seconds of an exchange, after what choros and Open MPI do: ``comm/engines/mpi_window.py``, ``comm/fusion.py``.
 
 ::
 

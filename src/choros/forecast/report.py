@@ -9,8 +9,7 @@ from typing import Any
 
 from choros.bench.cases import format_bytes
 from choros.bench.figures import format_ranks, format_seconds
-from choros.bench.plot import new_figure, save
-from choros.bench.report import Table, grouped
+from choros.bench.report import Table, grouped, new_figure, save
 from choros.forecast.costs import Machines
 from choros.forecast.model import Failures, Forecast, best
 from choros.forecast.workload import Workload

@@ -11,7 +11,7 @@
 ranks import this package, too.
 """
 
-from choros.spark.own_machine import get_available_devices
+from choros.spark.plan import get_available_devices
 from choros.spark.rows import ParquetRows, write_parquet
 from choros.spark.run import Distributor, run, run_elastic
 

@@ -25,8 +25,18 @@ from choros.launch.plan.arguments import Arguments
 from choros.launch.processes.process_tree import CHILD_SUBREAPER, end_children, set_option
 from choros.launch.run import run_call
 from choros.settings import VARIABLES
-from choros.spark.own_machine import VISIBLE, run_packed
-from choros.spark.plan import ALL_PRINTED, DRIVER, STARTED, SUPERSEDED, Machine, Printed, Returned, SparkJob
+from choros.spark.plan import (
+    ALL_PRINTED,
+    DRIVER,
+    STARTED,
+    SUPERSEDED,
+    VISIBLE,
+    Machine,
+    Printed,
+    Returned,
+    SparkJob,
+    run_packed,
+)
 from choros.topology.clusters import ClusterHost
 from choros.transport.channel import Channel, ChannelClosed, connect
 from choros.transport.secret import job_key

@@ -16,7 +16,7 @@ from pyspark.ml import Estimator, Model
 from pyspark.ml.param import Param, Params
 
 from choros.errors import ConfigError
-from choros.spark.own_machine import VISIBLE
+from choros.spark.plan import VISIBLE
 from choros.spark.rows import ParquetRows, write_parquet
 from choros.spark.run import SparkBackend
 from choros.spark.store import Store

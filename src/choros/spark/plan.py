@@ -1,12 +1,17 @@
-"""A job on Spark: where the tasks of its barrier stage run, and what the driver, the tasks and the programs beside them
-send one another. Pure.
+"""A job on Spark: where the tasks of its barrier stage run, what the driver, the tasks and the programs beside them
+send one another, and what a rank knows of its machine.
 """
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from choros.errors import ChorosError
+from choros.launch.bootstrap import unpack
 from choros.launch.plan.arguments import Arguments
+from choros.transport.address import this_host
 
 #: The name with which the driver proves that it has the key.
 DRIVER = "the Spark driver"
@@ -17,6 +22,9 @@ STARTED = "started"
 ALL_PRINTED = "all printed"
 #: From the driver: another attempt of the stage has begun. The program ends its ranks, and then the connection.
 SUPERSEDED = "superseded"
+
+#: The variable with the accelerators that ranks see.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -83,3 +91,37 @@ class SparkJob:
     start: float
     sentences: tuple[str, ...] = ()
     executable: str | None = None
+
+
+#: The machine of this rank; ``None`` in processes that Spark has not placed.
+_own: Machine | None = None
+
+
+def run_packed(packed: bytes, machines: tuple[Machine, ...]) -> Any:
+    """Runs the call that the driver has packed on this rank, which gets the accelerators of its machine's tasks.
+    Modules are looked for where Spark's Python looks for them, then where the driver does.
+    """
+    global _own
+    host = this_host()
+    _own = next((machine for machine in machines if machine.host == host), None)
+    if _own is not None and _own.visible:
+        os.environ[VISIBLE] = ",".join(_own.visible)
+    return unpack(packed, before=list(sys.path))()
+
+
+def scratch_directory() -> str | None:
+    """Returns the directory for temporary files that the ranks of this machine share, which the job removes at its end;
+    ``None`` in processes that Spark has not placed.
+    """
+    return None if _own is None else _own.directory
+
+
+def get_available_devices() -> list[str]:
+    """Returns the accelerators that Spark has given to this rank's task, as the numbers that a framework knows them by,
+    which sees only those of the job on this machine. Call it after ``init()``.
+    """
+    from choros.comm.context import local_rank
+
+    if _own is None or not _own.visible:
+        return []
+    return [str(_own.visible.index(each)) for each in _own.devices[local_rank() % len(_own.devices)]]

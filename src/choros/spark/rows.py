@@ -29,7 +29,7 @@ import numpy as np
 
 from choros.durable import unfinished
 from choros.errors import ConfigError
-from choros.spark.own_machine import scratch_directory
+from choros.spark.plan import scratch_directory
 from choros.spark.store import local_path
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from choros.launch.plan.arguments import Arguments
 from choros.launch.run import arguments_in_python, pack
 from choros.launch.run import run as run_here
 from choros.spark.driver import active_context, run_job, show_in
-from choros.spark.own_machine import VISIBLE
-from choros.spark.plan import SparkJob
+from choros.spark.plan import VISIBLE, SparkJob
 
 Returned = TypeVar("Returned")
 

@@ -1,15 +1,21 @@
-"""The choice of a rank's address: loopback if all ranks share a host, else an address that other hosts can reach."""
+"""Where processes listen: a rank's address, loopback if all ranks share a host, else one that other hosts can reach;
+and free ports.
+"""
 
 import ipaddress
 import os
+import random
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-import psutil
+from choros.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
+#: Below the ephemeral ports of kernels and the ports of Kubernetes' services.
+_PORTS = range(20000, 30000)
 #: Two machines may have the same name, and network namespaces of one machine cannot use each other's loopback.
 _HOST_IDS = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net"))
 
@@ -77,6 +83,8 @@ def address_towards(other: str) -> str:
 
 def outward_address() -> str:
     """Returns an address to publish: ``GLOO_SOCKET_IFNAME``'s, the host name's, or any non-loopback; else loopback."""
+    import psutil  # no part of Python, which is all that a wrapper has
+
     interfaces = {
         name: [
             each.address
@@ -93,3 +101,28 @@ def outward_address() -> str:
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     candidates = [*interfaces.get(chosen, ()), named, *(address for known in interfaces.values() for address in known)]
     return next((address for address in candidates if not is_loopback(address)), LOOPBACK)
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ``count`` ports of this host at which no process listens."""
+    free = (port for port in random.sample(_PORTS, len(_PORTS)) if listening_error("", port) is None)
+    ports = list(islice(free, count))
+    if len(ports) < count:
+        raise LaunchError(
+            f"the job needs {count} free ports from {_PORTS[0]} to {_PORTS[-1]}, and this host has only {len(ports)}. "
+            "End processes that listen at these ports."
+        )
+    return ports
+
+
+def listening_error(host: str, port: int) -> OSError | None:
+    """Returns the error of listening at ``host``:``port``; ``None`` if it succeeds."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports in TIME_WAIT are free
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            return error
+    return None

@@ -2,6 +2,6 @@
 
 ::
 
-    chorosrun ── record, every 1.5 s ───► snapshot.py ── JobView ──► app.py    on a terminal
-                                                              └─────► text.py   through a pipe
+    chorosrun ── record, every 1.5 s ───► snapshot.py ── JobView ──► app.py     on a terminal
+                                                └─────── texts ────► a pipe
 """

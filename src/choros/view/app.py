@@ -19,8 +19,7 @@ from textual.widgets import Static
 from choros import durations
 from choros.errors import LaunchError
 from choros.observe.stragglers import PARTS
-from choros.view.snapshot import JobView, RankView, view_of
-from choros.view.text import bar, cells, curve, progress, rate, rates, size_of, title
+from choros.view.snapshot import JobView, RankView, bar, cells, curve, progress, rate, rates, size_of, title, view_of
 
 #: Rates are those since so many records ago.
 _RECORDS = 4

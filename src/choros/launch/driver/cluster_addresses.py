@@ -11,9 +11,9 @@ from choros.launch.plan.environment import in_allocation
 from choros.launch.plan.hosts import hosts_of_ranks
 from choros.launch.plan.job import Job
 from choros.launch.plan.roles import CHIEF, PS, WORKER
-from choros.launch.processes.ports import free_ports
 from choros.launch.protocol.wrapper_options import CLUSTER
 from choros.settings import VARIABLES
+from choros.transport.address import LOOPBACK, address_towards, free_ports, outward_address
 
 
 def assign_addresses(job: Job, environ: Mapping[str, str]) -> Job:
@@ -39,9 +39,7 @@ def _hosts_of_ranks(job: Job) -> list[str]:
     remote = {host.name for host in job.remote}
     resolved = {name: _resolve(name) for name in dict.fromkeys(names) if name in remote}
     if len(set(names)) <= 1 or not resolved:
-        return ["127.0.0.1"] * job.size
-    from choros.transport.address import address_towards, outward_address  # imports psutil, which few jobs need here
-
+        return [LOOPBACK] * job.size
     try:  # the address of this host on the route to another one
         here = address_towards(next(iter(resolved.values())))
     except OSError:

@@ -50,7 +50,7 @@ def listening_problem(environ: Mapping[str, str], rank: int) -> str:
     role = role_in(environ, rank)
     if role is None or role.name == CHIEF:
         return ""
-    from choros.launch.processes.ports import listening_error  # imports sockets, which other jobs do not need
+    from choros.transport.address import listening_error  # imports sockets, which other jobs do not need
 
     address = json.loads(environ[CLUSTER])[role.name][role.index]
     error = listening_error(*split_address(address))
