@@ -11,7 +11,8 @@ import choros
 from choros.comm import LEAVES, ProcessSet, Reduction, context, global_process_set, on_change
 from choros.comm.engines.local import LocalCommunicator
 from choros.comm.engines.mpi_window import _identity, _map, _reserve
-from choros.comm.membership import Change, Membership
+from choros.comm.primitives import Change
+from choros.comm.process_set import Membership
 from choros.comm.reduction import writer
 from choros.topology import Topology
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from choros.launch.options import ALL_FLAGS, OF_HOROVODRUN
 from choros.launch.plan.arguments import FLAGS
+from choros.launch.plan.environment import horovod_variables
 from choros.launch.plan.flags import Flag
-from choros.launch.plan.rank_environment import horovod_variables
 from choros.settings import HOROVOD_UNUSED, VARIABLES, Variable
 from choros.topology import Topology
 

@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.plan.rank_environment import MEMORY, allocator_settings
+from choros.launch.plan.environment import MEMORY, allocator_settings
 from launch.launched import run
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from choros.launch.plan import cores as module
 from choros.launch.plan.cores import Share, divide, physical_cores, processor_quota, share_of
-from choros.launch.plan.rank_environment import MEMORY, THREADS, rank_settings
+from choros.launch.plan.environment import MEMORY, THREADS, rank_settings
 
 FOUR = [(0, 4), (1, 5), (2, 6), (3, 7)]
 

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from choros.errors import ConfigError
 from choros.launch import cli
 from choros.launch.options import OF_HOROVODRUN
+from choros.launch.plan.environment import horovod_variables
 from choros.launch.plan.flags import LEVEL, SHARE, SWITCH
 from choros.launch.plan.horovod_flags import (
     HOROVOD_FLAGS,
@@ -19,7 +20,6 @@ from choros.launch.plan.horovod_flags import (
     variables,
     with_config,
 )
-from choros.launch.plan.rank_environment import horovod_variables
 from choros.launch.run import run
 from choros.settings import HOROVOD_UNUSED, VARIABLES, Config
 from choros.topology import Topology

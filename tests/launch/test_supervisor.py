@@ -28,7 +28,7 @@ from choros.launch.plan.restart import Restart
 from choros.launch.processes.directories import SESSION
 from choros.launch.processes.pipes import frame_pipes
 from choros.launch.protocol.wrapper_options import JOB, WrapperOptions
-from choros.transport.signal_pipe import caught_signals
+from choros.transport.loop import caught_signals
 
 pytestmark = pytest.mark.slow
 

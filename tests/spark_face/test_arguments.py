@@ -11,8 +11,8 @@ from choros.launch.run import pack
 from choros.spark import plan
 from choros.spark.host import _visible_to
 from choros.spark.plan import Machine, machines_of
+from choros.spark.rows import Store
 from choros.spark.run import arguments_of
-from choros.spark.store import Store
 from choros.transport.address import this_host
 
 

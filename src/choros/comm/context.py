@@ -20,7 +20,7 @@ from choros.comm.communicator import Communicator
 from choros.comm.engines.local import LocalCommunicator
 from choros.comm.facts import without_facts
 from choros.comm.members import NEWCOMER
-from choros.comm.membership import Change
+from choros.comm.primitives import Change
 from choros.comm.process import Listeners, exit_with_code_of_loss, open_standard_files, show_log
 from choros.comm.process_set import ProcessSet, global_process_set
 from choros.comm.recording import end_recording, merge_after_crash, start_recording

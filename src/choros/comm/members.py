@@ -14,8 +14,7 @@ from typing import TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.comm.membership import Change
-from choros.comm.primitives import Primitives
+from choros.comm.primitives import Change, Primitives
 from choros.comm.reduction import Array, Reduction
 from choros.comm.request import (
     JOINED,

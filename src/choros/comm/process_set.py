@@ -1,18 +1,36 @@
-"""Subsets of ranks."""
+"""Subsets of ranks, and how often their ranks have changed."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, final
 
-from choros.comm.membership import Membership
 from choros.errors import ConfigError, NotInitializedError
 
 if TYPE_CHECKING:
     from choros.comm.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A set's ranks between two changes, after which plans are made again; ``epoch`` counts earlier registrations.
+
+    >>> first = Membership(0, (0, 1))
+    >>> first.successor([0, 1]) == first
+    False
+    """
+
+    epoch: int
+    ranks: tuple[int, ...]
+    admissions: int = 0
+
+    def successor(self, ranks: Sequence[int], *, admits: bool = False) -> Membership:
+        """The next epoch, with these ranks; ``admits``: there are new ones among them."""
+        return Membership(self.epoch + 1, tuple(ranks), self.admissions + admits)
 
 
 @final

@@ -10,7 +10,7 @@ import numpy as np
 
 from choros.comm import Reduction, global_process_set, on_change
 from choros.comm.context import rank, size
-from choros.comm.membership import Change
+from choros.comm.primitives import Change
 from choros.data.plan import Ledger
 from choros.elastic.preemption import leave_if_asked, watch_signals
 

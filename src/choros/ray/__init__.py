@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from choros.ray.discovery import RayHostDiscovery
     from choros.ray.executor import ElasticRayExecutor, RayExecutor
     from choros.ray.messages import RaySettings
-    from choros.ray.ray_logger import log
+    from choros.ray.rank import log
     from choros.ray.worker import RayWorker
 
 __all__ = ["ElasticRayExecutor", "RayExecutor", "RayHostDiscovery", "RaySettings", "RayWorker", "log"]
@@ -30,7 +30,7 @@ _HOMES = {
     "RayHostDiscovery": "discovery",
     "RaySettings": "messages",
     "RayWorker": "worker",
-    "log": "ray_logger",
+    "log": "rank",
 }
 
 

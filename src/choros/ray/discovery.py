@@ -1,19 +1,12 @@
 """Which nodes of Ray's an elastic job may use, and how many ranks each has room for."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from choros import durations
 
 #: How many seconds pass between two looks; Horovod's name.
 DISCOVER_HOSTS_FREQUENCY_SECS: float = durations.RAY_LOOK
-
-
-class HostDiscovery(Protocol):
-    """Horovod's interface of what says where an elastic job may run."""
-
-    def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Returns how many ranks each host may have now, by Ray's names of the nodes."""
 
 
 class RayHostDiscovery:

@@ -25,7 +25,7 @@ from choros import durations
 from choros.errors import EngineError, LaunchError, UnsupportedError
 from choros.launch.run import pack
 from choros.ray import discovery as hosts_of_ray
-from choros.ray.discovery import HostDiscovery, rooms, wanted
+from choros.ray.discovery import rooms, wanted
 from choros.ray.job import RayJob, give_devices, in_order, number
 from choros.ray.messages import RaySettings
 from choros.ray.rank import run_tied
@@ -53,7 +53,7 @@ class _Hired:
 @final
 class ActorPool:
     """Keeps actors for ``registry``, ``most`` at a time (``None``: as many as the cluster has room for now);
-    ``discovery``: where; ``None``: where Ray places them.
+    ``discovery``, as Horovod's, says where; ``None``: where Ray places them.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ActorPool:
         secret: str,
         worker: Mapping[str, float],
         most: int | None,
-        discovery: HostDiscovery | None,
+        discovery: Any,
     ) -> None:
         self._registry, self._secret, self._worker = registry, secret, worker
         self._most, self._discovery = most, discovery

@@ -1,6 +1,5 @@
-"""The rank's part: it is tied to an actor, whose end is its end, and runs what that one is told to."""
+"""The rank's part: it is tied to an actor, whose end is its end, and runs what that one is told to; and ``log``."""
 
-import logging
 import os
 import pickle
 import queue
@@ -9,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Mapping
 from typing import Any, Never, final
 
@@ -17,15 +17,32 @@ import cloudpickle
 from choros import durations
 from choros.errors import ConfigError, EngineError, LaunchError
 from choros.launch.bootstrap import ADVICE, UNPICKLABLE, unpack
-from choros.ray import ray_logger
-from choros.ray.messages import ACTOR, END, LEAVE, REGISTRY, Seat, Take, Vacancies
+from choros.ray.messages import ACTOR, END, LEAVE, REGISTRY, Logged, Seat, Take, Vacancies
 from choros.settings import VARIABLES
 from choros.topology import detect
 from choros.transport.address import this_host
 from choros.transport.channel import Channel, ChannelClosed, Unreachable, connect
 from choros.transport.secret import job_key
 
-_log = logging.getLogger("choros")
+#: Where the executor of this rank listens.
+_address = ""
+
+
+def configure(address: str) -> None:
+    """Sets it."""
+    global _address
+    _address = address
+
+
+def log(info_dict: Any) -> None:
+    """Gives ``info_dict`` to the ``callbacks`` of ``RayExecutor.run``, and returns when they have returned."""
+    if not _address:
+        warnings.warn("`ray_logger.log` called but logging is not configured.", stacklevel=2)
+        return
+    executor = connect(_address, job_key(os.environ, [_address]), "rank", REGISTRY, durations.RAY_CONNECT)
+    executor.send(Logged(info_dict))
+    executor.receive()
+    executor.close()
 
 
 def serve_calls(address: str) -> None:
@@ -66,7 +83,7 @@ class ActorTie:
         self._rank = detect(os.environ).rank
         self._vacancies: Mapping[str, int] = {}
         self._executor, self._actor = self._take_actor(address)
-        ray_logger.configure(address)
+        configure(address)
         _start_ranks_for(lambda host: self._vacancies.get(host, 0))
         for channel, what in ((self._executor, "its executor"), (self._actor, "its actor")):
             threading.Thread(target=self._watch, args=(channel, what), name="choros: ray", daemon=True).start()

@@ -24,8 +24,7 @@ import cloudpickle
 from choros.errors import ConfigError
 from choros.parallel.structure import leaves
 from choros.spark.parameters import COMMON, EstimatorModel, FitPlan, Predict, RowsEstimator, with_parameters
-from choros.spark.rows import ParquetRows
-from choros.spark.store import local_path
+from choros.spark.rows import ParquetRows, local_path
 
 __all__ = ["KerasEstimator", "KerasModel"]
 

@@ -17,9 +17,8 @@ from pyspark.ml.param import Param, Params
 
 from choros.errors import ConfigError
 from choros.spark.plan import VISIBLE
-from choros.spark.rows import ParquetRows, write_parquet
+from choros.spark.rows import ParquetRows, Store, write_parquet
 from choros.spark.run import SparkBackend
-from choros.spark.store import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

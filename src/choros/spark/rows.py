@@ -1,4 +1,5 @@
-"""A DataFrame's rows for ranks: written once as Parquet, read with pyarrow, and indexed like arrays.
+"""A DataFrame's rows for ranks: written once as Parquet, read with pyarrow, and indexed like arrays; and where an
+estimator keeps them.
 
 ::
 
@@ -18,25 +19,29 @@ import atexit
 import fcntl
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import numpy as np
 
 from choros.durable import unfinished
 from choros.errors import ConfigError
 from choros.spark.plan import scratch_directory
-from choros.spark.store import local_path
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+
 #: Rows that are decoded at once.
 _ROWS = 1 << 16
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def write_parquet(
@@ -213,3 +218,60 @@ def _uneven(name: str, row: int, width: int, other: int) -> ConfigError:
         f"the arrays of column {name!r} have different lengths, such as {width} and {other} (near row {row}): pad them "
         "to one length."
     )
+
+
+@dataclass(frozen=True)
+class Store:
+    """A directory of a file system that the driver and all executors share: a path, also of Databricks' ``dbfs:/…``,
+    or a URL that Spark and pyarrow know, such as ``hdfs://…``, which has no commits.
+
+    >>> store = Store.create("/shared/work")
+    >>> store.get_train_data_path("7"), store.get_checkpoint_path("7"), store.commits("7")
+    ('/shared/work/intermediate_train_data.7', '/shared/work/runs/7/checkpoint', '/shared/work/runs/7/commits')
+    >>> Store.create("hdfs://a/b").commits("7")
+    """
+
+    prefix_path: str
+
+    @classmethod
+    def create(cls, prefix_path: str) -> Store:
+        """Returns the store of this directory, as in Horovod."""
+        path = local_path(prefix_path)
+        return cls((prefix_path if path is None else os.path.abspath(path)).rstrip("/"))
+
+    def get_train_data_path(self, run_id: str) -> str:
+        """Returns where the rows are to train on."""
+        return f"{self.prefix_path}/intermediate_train_data.{run_id}"
+
+    def get_val_data_path(self, run_id: str) -> str:
+        """Returns where the rows are to validate with."""
+        return f"{self.prefix_path}/intermediate_val_data.{run_id}"
+
+    def get_run_path(self, run_id: str) -> str:
+        """Returns the directory of a run."""
+        return f"{self.prefix_path}/runs/{run_id}"
+
+    def get_checkpoint_path(self, run_id: str) -> str:
+        """Returns where the run's checkpoint is, without the ending of its kind."""
+        return f"{self.get_run_path(run_id)}/checkpoint"
+
+    def get_logs_path(self, run_id: str) -> str:
+        """Returns where callbacks write their logs."""
+        return f"{self.get_run_path(run_id)}/logs"
+
+    def commits(self, run_id: str) -> str | None:
+        """Returns the directory of the run's commits; ``None`` if that is no path of a file system."""
+        return local_path(f"{self.get_run_path(run_id)}/commits")
+
+
+def local_path(location: str) -> str | None:
+    """Returns a location as a path of a file system; ``None`` if it is none.
+
+    >>> local_path("/a b"), local_path("file:///a%20b"), local_path("dbfs:/a"), local_path("s3a://bucket/a")
+    ('/a b', '/a b', '/dbfs/a', None)
+    """
+    if not _URL.match(location):
+        return location
+    parts = urlsplit(location)
+    mounted = {"file": "", "dbfs": "/dbfs"}.get(parts.scheme)
+    return None if mounted is None else mounted + url2pathname(parts.path)

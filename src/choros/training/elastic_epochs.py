@@ -17,7 +17,7 @@ from typing import Any, final
 import keras
 
 from choros.comm import NEWCOMER, global_process_set, on_change
-from choros.comm.membership import Change
+from choros.comm.primitives import Change
 from choros.data.epochs import EpochData
 from choros.data.plan import Ledger, ShardBatches
 from choros.elastic.preemption import end_job, job_ends, leave_if_asked, watch_signals

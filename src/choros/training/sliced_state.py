@@ -13,7 +13,7 @@ import numpy as np
 
 from choros.arrays import ArraySpec
 from choros.comm import Array, ProcessSet, Reduction, global_process_set, on_change
-from choros.comm.membership import Change
+from choros.comm.primitives import Change
 from choros.errors import ConfigError
 from choros.parallel.ops import allreduce
 from choros.parallel.reduce.gradients import Ranges, SliceLayout

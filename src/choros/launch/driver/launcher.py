@@ -30,7 +30,7 @@ from choros.launch.processes.directories import SESSION, job_directories, remove
 from choros.launch.processes.pipes import frame_pipes
 from choros.observe import events
 from choros.settings import VARIABLES, Config
-from choros.transport.signal_pipe import caught_signals
+from choros.transport.loop import caught_signals
 
 #: More ranks than this for each core are probably a mistake.
 _RANKS_PER_CORE = 4

@@ -29,7 +29,7 @@ from choros.launch.plan.hosts import Host, parse_discovered, total_slots
 from choros.launch.plan.job import Elastic, Job, Limits
 from choros.launch.plan.restart import HostHealth, JobLoss, Restart, Tries, cut_off, moved, next_step, restarted
 from choros.settings import VARIABLES
-from choros.transport.signal_pipe import caught_signals
+from choros.transport.loop import caught_signals
 
 #: SIGINT is a KeyboardInterrupt.
 _CAUGHT = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

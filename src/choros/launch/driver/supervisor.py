@@ -43,8 +43,7 @@ from choros.launch.protocol.wrapper_options import STACKS
 from choros.observe import events
 from choros.observe.events import Event, Kind
 from choros.observe.stragglers import RankProgress
-from choros.transport.loop import Loop
-from choros.transport.signal_pipe import SignalPipe
+from choros.transport.loop import Loop, SignalPipe
 
 if TYPE_CHECKING:
     import socket

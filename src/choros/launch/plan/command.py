@@ -10,11 +10,10 @@ from pathlib import Path
 
 from choros.errors import ConfigError
 from choros.launch.plan.cores import share_of
-from choros.launch.plan.environment import for_srun, forwarded, in_allocation, without_launchers
+from choros.launch.plan.environment import for_srun, forwarded, in_allocation, rank_settings, without_launchers
 from choros.launch.plan.hosts import hosts_of_ranks, ranks_per_host
 from choros.launch.plan.job import Elastic, Job
 from choros.launch.plan.mpi_implementations import Mpirun
-from choros.launch.plan.rank_environment import rank_settings
 from choros.launch.protocol.wrapper_options import JOB, OWN_TEMPORARY
 from choros.settings import VARIABLES
 

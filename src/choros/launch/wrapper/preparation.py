@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from choros.launch.plan.cores import Share
-from choros.launch.plan.rank_environment import horovod_variables, rank_settings
+from choros.launch.plan.environment import horovod_variables, rank_settings
 from choros.launch.plan.roles import CHIEF, role_in, task_environment
 from choros.launch.processes.directories import SESSION, VARIABLE, Directory, shared_memory
 from choros.launch.protocol.wrapper_options import CLUSTER, WrapperOptions

@@ -63,8 +63,7 @@ from choros.observe import EVENTS_FD, EVERY_EVENT, MOVE
 from choros.observe.stacks import state_of, take_stacks
 from choros.settings import VARIABLES, Config
 from choros.topology import Topology, detect
-from choros.transport.loop import Loop
-from choros.transport.signal_pipe import SignalPipe, read_sender, signal_with_sender, wake_only
+from choros.transport.loop import Loop, SignalPipe, read_sender, signal_with_sender, wake_only
 
 
 class Wrapper:

@@ -36,7 +36,7 @@ import numpy as np
 
 from choros.comm import Array, Communicator, ProcessSet, Reduction, Request, has_others
 from choros.comm.joining import Participation, join
-from choros.comm.membership import Membership
+from choros.comm.process_set import Membership
 from choros.errors import ConfigError, EngineError
 from choros.observe import events
 from choros.observe.events import Kind

@@ -1,5 +1,5 @@
 """What ranks give the callbacks of ``run``."""
 
-from choros.ray.ray_logger import configure, log
+from choros.ray.rank import configure, log
 
 __all__ = ["configure", "log"]

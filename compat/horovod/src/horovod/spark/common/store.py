@@ -1,6 +1,6 @@
 """Horovod's stores: one class here, of paths and of URLs that Spark and pyarrow know."""
 
-from choros.spark.store import Store
+from choros.spark.rows import Store
 
 LocalStore = FilesystemStore = DBFSLocalStore = Store
 
