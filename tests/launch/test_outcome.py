@@ -3,9 +3,8 @@
 import pytest
 
 from choros import durations
-from choros.launch.driver.failures import exception_name, explain
 from choros.launch.driver.job_end import JobEnd, Reason
-from choros.launch.driver.outcome import outcome_of
+from choros.launch.driver.outcome import exception_name, explain, outcome_of
 from choros.launch.driver.stopping import first_signal
 from choros.launch.plan.job import Limits
 from choros.launch.plan.roles import Roles

@@ -5,9 +5,8 @@ import signal
 
 import pytest
 
-from choros.launch.driver.failures import loss_of
 from choros.launch.driver.job_end import JobEnd, Reason
-from choros.launch.driver.outcome import outcome_of
+from choros.launch.driver.outcome import loss_of, outcome_of
 from choros.launch.driver.restarts import launch_again
 from choros.launch.plan.hosts import parse_hosts
 from choros.launch.plan.job import Elastic, Job, Limits

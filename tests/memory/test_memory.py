@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from choros.errors import ConfigError
-from choros.memory.cli import memory
+from choros.memory.cli import MemoryOutlook, memory
 from choros.memory.model import (
     BY_ITEMS,
     BY_VARIABLES,
@@ -26,7 +26,6 @@ from choros.memory.model import (
     parse_memory,
     rank_bytes,
 )
-from choros.memory.report import MemoryOutlook
 from harness import FRAMEWORKS, Job, check_case, needs, on_frameworks
 from launch.launched import HIDDEN, run
 from ranks.environment import QUICK, hiding_path

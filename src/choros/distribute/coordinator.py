@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from choros.errors import ConfigError, StrategyError
-from choros.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue
+from choros.parameter_server.queue import PerWorkerDataset, PerWorkerValues, RemoteValue
 from choros.parameter_server.strategy import ParameterServerStrategy
 
 __all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerValues", "RemoteValue"]

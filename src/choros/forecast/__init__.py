@@ -4,6 +4,6 @@
 
     run.json ── workload.py ──► compute, its spread, buckets ──┐
     --net    ── cli.py      ──► α and β of the links ──────────┤
-                                                               ├─ model.py ──► seconds of a step ──► report.py
+                                                               ├─ model.py ──► seconds of a step ──► cli.py
     settings ── costs.py    ──► seconds of an exchange ────────┘
 """

@@ -5,5 +5,5 @@
     cli ─── a process of its own ──► subject ─► objects     a script until its third step, or a file;
      │      ◄─── a file: JSON ──────                        the bytes of what it trains
      ▼
-    model ──► report                                        pure: bytes of a rank, for n ranks
+    model                                                   pure: bytes of a rank, for n ranks
 """

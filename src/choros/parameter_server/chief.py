@@ -31,8 +31,15 @@ from choros.parameter_server.jobs import wait_for_end
 from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Report, Run, StartJob
 from choros.parameter_server.optimizer import remote_optimizers
 from choros.parameter_server.placement import Partition, VariableKey
-from choros.parameter_server.queue import Clocks, Closure, ClosureQueue, WorkerTimes
-from choros.parameter_server.remote_value import PerWorkerDataset, PerWorkerValues, RemoteValue
+from choros.parameter_server.queue import (
+    Clocks,
+    Closure,
+    ClosureQueue,
+    PerWorkerDataset,
+    PerWorkerValues,
+    RemoteValue,
+    WorkerTimes,
+)
 from choros.parameter_server.scope_objects import ScopeObjects, layers_in_order
 from choros.parameter_server.session import ServerSession
 from choros.transport.channel import ChannelClosed, Failure

@@ -16,8 +16,8 @@ from choros.parameter_server.cluster import Cluster
 from choros.parameter_server.jobs import chief_lost, leave_signals_to_the_chief, wait_for_chief
 from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Run, StartJob
 from choros.parameter_server.optimizer import add_remote_optimizer, remote_optimizers
+from choros.parameter_server.queue import PerWorkerDataset
 from choros.parameter_server.recipes import compile_copy
-from choros.parameter_server.remote_value import PerWorkerDataset
 from choros.parameter_server.scope_objects import ScopeObjects
 from choros.parameter_server.session import ServerSession
 from choros.transport.channel import Channel, ChannelClosed, Failure, Listener

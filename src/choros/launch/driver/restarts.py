@@ -21,9 +21,9 @@ from types import FrameType
 
 from choros import durations
 from choros.errors import PREEMPTED, ConfigError
-from choros.launch.driver.failures import loss_of
 from choros.launch.driver.job_end import JobEnd, Reason
 from choros.launch.driver.machine import own_names, run_script
+from choros.launch.driver.outcome import loss_of
 from choros.launch.plan.environment import in_slurm
 from choros.launch.plan.hosts import Host, parse_discovered, total_slots
 from choros.launch.plan.job import Elastic, Job, Limits

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, final
 
 from choros import durations
 from choros.errors import PREEMPTED, PeerLostError
-from choros.launch.driver.failures import headline, met_shutdown
 from choros.launch.driver.job_end import JobEnd, Reason, signal_name
 from choros.launch.driver.job_record import JobRecord
 from choros.launch.driver.mpirun_process import MpirunProcess
+from choros.launch.driver.outcome import headline, met_shutdown
 from choros.launch.driver.output import Output, not_waiting
 from choros.launch.driver.stopping import Stopping, kill_rank, publish
 from choros.launch.driver.wait_watch import StackRequests, WaitWatch
