@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from choros.launch.driver.line_merger import LineMerger, Lines
+from choros.launch.driver.output import LineMerger, Lines
 from choros.launch.protocol.frames import Text
 
 LATER = 1.0

@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.driver.job_record import JobRecord
-from choros.launch.driver.metrics import served
+from choros.launch.driver.job_record import JobRecord, served
 from choros.launch.protocol.frames import Start
 from choros.observe.progress import BUCKETS
 from choros.observe.stragglers import RankProgress

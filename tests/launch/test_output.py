@@ -5,8 +5,7 @@ import io
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.driver.line_merger import LineMerger
-from choros.launch.driver.output import Output, open_files, use_colour
+from choros.launch.driver.output import LineMerger, Output, open_files, use_colour
 from choros.launch.plan.roles import Roles
 from choros.launch.protocol.frames import Text
 

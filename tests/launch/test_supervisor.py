@@ -16,9 +16,8 @@ import choros
 from choros.launch import wrapper
 from choros.launch.driver.job_end import Reason
 from choros.launch.driver.job_record import JobRecord
-from choros.launch.driver.line_merger import LineMerger
 from choros.launch.driver.outcome import outcome_of
-from choros.launch.driver.output import Output
+from choros.launch.driver.output import LineMerger, Output
 from choros.launch.driver.supervisor import Supervisor
 from choros.launch.plan.command import Command
 from choros.launch.plan.hosts import Host

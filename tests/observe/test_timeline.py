@@ -20,8 +20,8 @@ from choros.errors import ConfigError, NotInitializedError
 from choros.observe.events import Event, Kind
 from choros.observe.timeline import PartHeader, PartWriter, TimelinePart, part_path, parts_directory, read_part
 from choros.settings import Config
+from choros.trace.cli import collective_times, rank_times, summary_text, waits_of
 from choros.trace.files import from_json, merge_parts, read_trace, to_json
-from choros.trace.summary import collective_times, rank_times, summary_text, waits_of
 from choros.trace.trace import BUCKETS, MOMENTS, STEPS, Interval, clock_map, collectives_of, merge
 from observe.timelines import MS, call, check, part, read, record
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from choros.observe.timeline import parts_directory
+from choros.trace.cli import rank_times, waits_of
 from choros.trace.files import merge_parts
-from choros.trace.summary import rank_times, waits_of
 from comm.starts import by_hand, together
 from harness import Job, check_case, needs, on
 from launch.launched import Running, rank_script, run

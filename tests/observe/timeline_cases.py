@@ -15,7 +15,7 @@ from choros.comm.recording import start_timeline, stop_timeline
 from choros.errors import ConfigError, MismatchError
 from choros.observe.timeline import parts_directory
 from choros.parallel.objects import broadcast_object
-from choros.trace.summary import rank_times, summary_text, waits_of
+from choros.trace.cli import rank_times, summary_text, waits_of
 from choros.trace.trace import collectives_of
 from comm import matching_cases
 from observe.timelines import MS, read

@@ -13,7 +13,7 @@ import torch
 import choros.keras as hvd
 import choros.torch as hvd_torch
 from choros.settings import current
-from choros.trace.summary import rank_times, summary_text
+from choros.trace.cli import rank_times, summary_text
 from choros.trace.trace import BUCKETS, EPOCHS, STEPS
 from observe.timelines import read
 

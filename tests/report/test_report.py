@@ -14,8 +14,17 @@ from choros import cli
 from choros.errors import ConfigError
 from choros.launch.driver.job_record import RankRecord
 from choros.observe.stragglers import RankProgress
-from choros.report.figures import figures_of, shown_ranks, step_times, waits
-from choros.report.page import collectives_of, differences, numbers_of, page_of, write_page
+from choros.report.page import (
+    collectives_of,
+    differences,
+    figures_of,
+    numbers_of,
+    page_of,
+    shown_ranks,
+    step_times,
+    waits,
+    write_page,
+)
 from choros.report.record import WrittenRecord, read_record
 from report.records import BEGAN, progress, read, record_of, written
 

@@ -2,7 +2,7 @@
 
 ::
 
-    FILE.json ──► record ──► figures ── as SVG, by drawing ──► page, with the main numbers ──► FILE.html
+    FILE.json ──► record ──► page: the main numbers, and figures as SVG, by drawing ──► FILE.html
 
 The page needs no network and no script: a browser opens it anywhere, also years later.
 """

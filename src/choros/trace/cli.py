@@ -1,14 +1,19 @@
 """The ``choros timeline`` command: reads a timeline, and prints where the time of a job went."""
 
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import click
 
 from choros.errors import ConfigError
 from choros.observe.timeline import parts_directory
+from choros.observe.verdict import aligned
 from choros.trace.files import merge_parts, read_trace
-from choros.trace.summary import summary_text
-from choros.trace.trace import Trace
+from choros.trace.trace import BUCKETS, STEPS, Call, Interval, Trace, collectives_of
 
 _HELP = """\
 Reads the timeline FILE of a job: what each rank did when.
@@ -73,3 +78,191 @@ def trace_of(file: Path, *, merge: bool = False) -> Trace:
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from error
+
+
+_MS, _S = 10**6, 10**9
+_LONGEST_NAME = 48
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Where a rank's time went, in ns; ``waiting``: in collectives before all ranks had called them."""
+
+    rank: int
+    host: str
+    recorded: int
+    waiting: int
+    transferring: int
+    steps: int
+    step: float | None
+
+    @property
+    def computing(self) -> int:
+        """The time outside of collectives."""
+        return self.recorded - self.waiting - self.transferring
+
+
+@dataclass(frozen=True)
+class WaitsForRank:
+    """The others' waits, in ns, in collectives this rank called last; ``collective``: where they waited longest."""
+
+    rank: int
+    collectives: int
+    total: int
+    median: float
+    longest: int
+    collective: str
+
+
+def summary_text(trace: Trace, most: int = 10) -> str:
+    """Returns where the time of ``trace`` went, as tables, with ``most`` collectives or fewer in the last one."""
+    times, waits, collectives = list(rank_times(trace)), waits_of(trace), collective_times(trace)
+    recorded = max(each.recorded for each in times)
+    ranks = "1 rank" if trace.size == 1 else f"{trace.size} ranks"
+    if len(times) < trace.size:
+        numbers = ", ".join(str(each.rank) for each in times)
+        ranks += f", of which {len(times)} recorded ({numbers})"
+    blocks = [f"{ranks}, {_time(recorded)}", _ranks_table(times)]
+    if waits:
+        total = sum(each.total for each in waits)
+        share = f", {_share(waits[0].total, total)} of it for rank {waits[0].rank}" if total else ""
+        blocks += [
+            f"Ranks waited for each other {_time(total)}, added up over all ranks{share}.",
+            _waits_table(waits),
+        ]
+    if collectives:
+        blocks.append(_collectives_table(collectives[:most]))
+        left = len(collectives) - most
+        blocks += [f"and {left} more (--top)"] if left > 0 else []
+    return "\n\n".join(blocks) + "\n"
+
+
+def rank_times(trace: Trace) -> Iterator[RankTimes]:
+    """Yields where the time of each rank went."""
+    calls_of: defaultdict[int, list[Call]] = defaultdict(list)
+    intervals_of: defaultdict[int, list[Interval]] = defaultdict(list)
+    for call in trace.calls:
+        calls_of[call.rank].append(call)
+    for interval in trace.intervals:
+        intervals_of[interval.rank].append(interval)
+    for rank in trace.ranks:
+        calls, intervals = calls_of[rank.rank], intervals_of[rank.rank]
+        waiting = _union((call.begun, call.begun + call.wait) for call in calls)
+        buckets = [(each.began, each.ended) for each in intervals if each.track == BUCKETS]
+        busy = _union([*((call.begun, call.done) for call in calls), *buckets])
+        begins = sorted(each.began for each in intervals if each.track == STEPS)
+        times = [after - before for before, after in itertools.pairwise(begins)]
+        yield RankTimes(
+            rank.rank,
+            rank.host,
+            rank.ended - rank.began,
+            waiting,
+            busy - waiting,
+            len(begins),
+            median(times) if times else None,
+        )
+
+
+def waits_of(trace: Trace) -> list[WaitsForRank]:
+    """Returns the waits for each rank, longest first."""
+    waits: defaultdict[int, list[int]] = defaultdict(list)
+    collectives: defaultdict[int, int] = defaultdict(int)
+    names: defaultdict[tuple[int, str], int] = defaultdict(int)
+    for collective in collectives_of(trace.calls, [each.rank for each in trace.ranks]):
+        if collective.last is not None:
+            own = list(collective.waits.values())
+            waits[collective.last] += own
+            collectives[collective.last] += 1
+            names[collective.last, collective.calls[0].name] += sum(own)
+    found = []
+    for rank, each in waits.items():
+        longest = max((total, name) for (for_rank, name), total in names.items() if for_rank == rank)[1]
+        found.append(WaitsForRank(rank, collectives[rank], sum(each), median(each), max(each), longest))
+    return sorted(found, key=lambda each: -each.total)
+
+
+def collective_times(trace: Trace) -> list[tuple[str, str, int, int, int, int]]:
+    """Returns, of collectives by name and kind, how many there were, and of all ranks' calls the nanoseconds of waiting
+    and of transferring and the bytes, added up; longest first.
+    """
+    named: defaultdict[tuple[str, str], list[tuple[int, int, int, int]]] = defaultdict(list)
+    for collective in collectives_of(trace.calls):
+        calls = collective.calls
+        # A rank without batches takes part in what the others call under its own name.
+        first = next((call for call in calls if call.collective != "join"), calls[0])
+        sums = (sum(call.wait for call in calls), sum(call.transfer for call in calls))
+        named[first.name, first.collective].append((1, *sums, sum(call.bytes or 0 for call in calls)))
+    found = []
+    for (name, kind), rows in named.items():
+        times, waiting, transferring, sent = map(sum, zip(*rows, strict=True))
+        found.append((name, kind, times, waiting, transferring, sent))
+    return sorted(found, key=lambda each: -(each[3] + each[4]))
+
+
+def _union(intervals: Iterable[tuple[int, int]]) -> int:
+    """The length of the union of ``intervals``."""
+    total = reached = 0
+    for begin, end in sorted(intervals):
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _ranks_table(ranks: Sequence[RankTimes]) -> str:
+    head = ["rank", "host", "recorded", "computing", "", "waiting", "", "transferring", ""]
+    rows = [
+        [
+            str(each.rank),
+            each.host,
+            _time(each.recorded),
+            *(
+                text
+                for part in (each.computing, each.waiting, each.transferring)
+                for text in (_time(part), _share(part, each.recorded))
+            ),
+        ]
+        for each in ranks
+    ]
+    if any(each.steps for each in ranks):
+        head += ["steps", "median step"]
+        for row, each in zip(rows, ranks, strict=True):
+            row += [str(each.steps), "" if each.step is None else _time(each.step)]
+    return "\n".join(aligned([head, *rows], left={1}))
+
+
+def _waits_table(waits: Sequence[WaitsForRank]) -> str:
+    head = ["waited for", "times", "in all", "median", "longest", "most in"]
+    rows = [
+        [
+            f"rank {each.rank}",
+            str(each.collectives),
+            _time(each.total),
+            _time(each.median),
+            _time(each.longest),
+            _shortened(each.collective),
+        ]
+        for each in waits
+    ]
+    return "\n".join(aligned([head, *rows], left={0, 5}))
+
+
+def _collectives_table(collectives: Sequence[tuple[str, str, int, int, int, int]]) -> str:
+    head = ["collective", "kind", "times", "waiting", "transferring", "bytes"]
+    rows = [
+        [_shortened(name), kind, str(times), _time(waiting), _time(transferring), f"{sent:,}"]
+        for name, kind, times, waiting, transferring, sent in collectives
+    ]
+    return "\n".join(aligned([head, *rows], left={0, 1}))
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else ""
+
+
+def _time(nanoseconds: float) -> str:
+    """Seconds, milliseconds or microseconds."""
+    return f"{nanoseconds / _S:.2f} s" if nanoseconds >= _S else f"{nanoseconds / _MS:.2f} ms"
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"

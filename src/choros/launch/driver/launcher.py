@@ -12,9 +12,8 @@ from pathlib import Path
 from choros import durations
 from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.job_end import JobEnd
-from choros.launch.driver.job_record import JobRecord
+from choros.launch.driver.job_record import JobRecord, served
 from choros.launch.driver.machine import with_home
-from choros.launch.driver.metrics import served
 from choros.launch.driver.outcome import Outcome, outcome_of
 from choros.launch.driver.output import Output, shown_if_slow
 from choros.launch.driver.restarts import HostWatch, launch_again
