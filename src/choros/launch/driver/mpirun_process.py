@@ -20,10 +20,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import final
 
 from choros import durations
 from choros.errors import LaunchError
@@ -35,52 +33,6 @@ from choros.launch.processes.directories import write_key
 _TRIES = 20
 
 
-@final
-class MpirunGate:
-    """The gate before an mpirun just started; ``intruders``: users who have sent it something in more than a moment."""
-
-    def __init__(self, pid: int) -> None:
-        self.intruders: set[int] = set()
-        self._pid = pid
-        from choros.transport.gate import Gate  # imports sockets, which --help does not need
-
-        self._gate = Gate(pid)
-        self._known: set[int] = set()
-        self._looked = time.monotonic()
-
-    def wait(self, has_ended: Callable[[], bool]) -> None:
-        """Closes the gate as soon as mpirun listens, and returns when it starts processes, or takes long for it."""
-        end, children = time.monotonic() + durations.GATE_SPIN, Path(f"/proc/{self._pid}/task/{self._pid}/children")
-        while not has_ended() and time.monotonic() <= end:
-            with suppress(OSError):  # the kernel may not list them
-                if children.read_bytes():
-                    break
-            self.look()
-        self.look()
-
-    def look(self) -> None:
-        """Closes the gate if mpirun has opened a socket."""
-        from choros.transport.peers import sockets_of
-
-        sockets = set(sockets_of(self._pid))
-        if not sockets <= self._known:
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGSTOP)
-                late = time.monotonic() - self._looked > durations.GATE_LOOK
-                self._gate.close()
-                users = self._gate.expel()
-                os.kill(self._pid, signal.SIGCONT)
-                self.intruders |= users if late else set()
-            self._known |= sockets
-        self._looked = time.monotonic()
-
-    def give_key(self, session: Path) -> bool:
-        """Closes the gate for good, and gives wrappers the key; returns ``False`` if the kernel allows no gate."""
-        closed = self._gate.close()
-        write_key(session, self._gate.key if closed else b"")
-        return closed
-
-
 class MpirunProcess:
     """Starts ``command`` under a parent-death guard: it is killed when this process dies."""
 
@@ -88,8 +40,8 @@ class MpirunProcess:
         self._command = command
         self._start(stdin=stdin)
         for _ in range(_TRIES if command.gate else 0):
-            self.gate.wait(self.has_ended)
-            if not self.gate.intruders:
+            self._watch_start()
+            if not self._intruders:
                 break
             self.send(signal.SIGKILL)
             self.finish()
@@ -110,18 +62,53 @@ class MpirunProcess:
             bufsize=0,
             start_new_session=True,
         )
-        self.gate = MpirunGate(self._popen.pid)
+        from choros.transport.gate import Gate  # imports sockets, which --help does not need
+
+        self._gate = Gate(self._popen.pid)
+        #: Users who have sent it something in more than a moment.
+        self._intruders: set[int] = set()
+        self._known: set[int] = set()
+        self._looked = time.monotonic()
+
+    def _watch_start(self) -> None:
+        """Closes the gate as soon as mpirun listens, and returns when it starts processes, or takes long for it."""
+        pid, end = self._popen.pid, time.monotonic() + durations.GATE_SPIN
+        while not self.has_ended() and time.monotonic() <= end:
+            with suppress(OSError):  # the kernel may not list them
+                if Path(f"/proc/{pid}/task/{pid}/children").read_bytes():
+                    break
+            self.look()
+        self.look()
+
+    def look(self) -> None:
+        """Closes the gate if mpirun has opened a socket."""
+        from choros.transport.peers import sockets_of
+
+        pid = self._popen.pid
+        sockets = set(sockets_of(pid))
+        if not sockets <= self._known:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+                late = time.monotonic() - self._looked > durations.GATE_LOOK
+                self._gate.close()
+                users = self._gate.expel()
+                os.kill(pid, signal.SIGCONT)
+                self._intruders |= users if late else set()
+            self._known |= sockets
+        self._looked = time.monotonic()
 
     def close_gate(self) -> bool:
         """Closes the gate for good and gives wrappers its key; ``False``: no gate is allowed. Fails at an intruder."""
-        self.gate.look()
-        if self.gate.intruders:
-            users = ", ".join(map(str, sorted(self.gate.intruders)))
+        self.look()
+        if self._intruders:
+            users = ", ".join(map(str, sorted(self._intruders)))
             raise LaunchError(
                 f"a process of another user (uid {users}) connects to mpirun whenever it starts. Ask that user, or an "
                 "administrator, to end it."
             )
-        return self.gate.give_key(Path(self._command.gate))
+        closed = self._gate.close()
+        write_key(Path(self._command.gate), self._gate.key if closed else b"")
+        return closed
 
     def send(self, number: signal.Signals) -> None:
         """Sends mpirun a signal if it is still running."""

@@ -117,7 +117,7 @@ class Supervisor:
         stop, size, kind = self._stopping.stop, self._job_end.size, self._job_end.roles.kind
         starting = f"chorosrun: starting {size} {kind(size)} …"
         if self._gate_is_open:
-            self._loop.repeat("gate", durations.GATE_LOOK, self._mpirun.gate.look)
+            self._loop.repeat("gate", durations.GATE_LOOK, self._mpirun.look)
         self._loop.set_deadline("progress", durations.SLOW_START, lambda: self._output.show(starting))
         self._loop.set_deadline("start", self._limits.start, lambda: stop(Reason.START_TIMEOUT))
         self._loop.set_deadline("run", self._limits.run, lambda: stop(Reason.TIMEOUT))
