@@ -5,11 +5,10 @@ from choros.topology.environments import (
     NEVER_MPI,
     WITHOUT_MPI,
     Master,
-    Topology,
     detect,
     expand_counts,
     expand_hosts,
     find_master,
-    shard_range,
 )
 from choros.topology.tf_config import TF_CONFIG, TFConfig, read_tf_config, split_address
+from choros.topology.topology import Topology, shard_range
