@@ -255,6 +255,7 @@ def case_invalid_arguments_are_the_same_error_on_all_ranks(communicator: Communi
         "must be . whole numbers": lambda: communicator.alltoall(np.ones(4), [1] * (size + 1)),
         "none negative": lambda: communicator.alltoall(np.ones(4), [-1] * size),
         "at most the 4 rows": lambda: communicator.alltoall(np.ones(4), [5] * size),
+        "that add up to": lambda: communicator.alltoall(np.ones(4), [2**62] * size),
         "not distinct ranks": lambda: communicator.split([0, 0]),
         "ranks .* are not": lambda: communicator.split([size]),
         r"ranks \[\] are not": lambda: communicator.split([]),

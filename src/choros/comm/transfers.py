@@ -210,9 +210,10 @@ def row_counts(
             )
         return np.full(size, shape[0] // size, np.int64), None
     counts = np.asarray(splits)
-    if counts.dtype.kind not in "iu" or counts.shape != (size,) or (counts < 0).any() or counts.sum() > shape[0]:
+    numbers = counts.tolist()  # of Python, whose sum does not overflow
+    if counts.dtype.kind not in "iu" or counts.shape != (size,) or min(numbers) < 0 or sum(numbers) > shape[0]:
         return nothing, ConfigError(
-            f"alltoall: splits={counts.tolist()} must be {size} whole numbers, none negative, that add up to at most "
+            f"alltoall: splits={numbers} must be {size} whole numbers, none negative, that add up to at most "
             f"the {shape[0]} rows."
         )
     return counts.astype(np.int64), None

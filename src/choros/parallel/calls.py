@@ -158,7 +158,7 @@ def _scaled(array: Array, factor: float) -> Array:
         raise ConfigError("prescale_factor and postscale_factor need numbers, not booleans: cast the array first.")
     integers = array.dtype.kind in "iu"
     work = np.dtype(np.float64) if integers else wide_dtype(array.dtype)
-    scaled: Array = (array.astype(work, copy=False) * work.type(factor)).astype(array.dtype, copy=False)
+    scaled: Array = (array.astype(work, copy=False) * work.type(float(factor))).astype(array.dtype, copy=False)
     return scaled
 
 

@@ -7,6 +7,7 @@ Every Keras trainer calls ``apply``, and what follows in it sees the gradient of
 The user's object gets a subclass of the same name: its state, saved name and Keras' fast paths by class stay.
 """
 
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -156,6 +157,11 @@ class _DistributedMixin:
             updated = super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
             return reducer.compare(trained_variables(self), updated[0]), updated[1]
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "loss_scale_factor":  # by ``LossScaleOptimizer.__init__``, last, which puts itself around this one
+            move_outwards(sys._getframe(1).f_locals.get("self"))
 
     def register_local_var(self, var: Any) -> None:
         """Keeps the gradient of ``var`` on its rank (Horovod's name)."""
@@ -310,11 +316,10 @@ def _cut_anew(optimizer: Any) -> None:
 
 def move_outwards(optimizer: Any) -> bool:
     """Distributes the outer optimizer, if an inner one was: ranks must reduce before a check whether all is finite."""
-    reducers = []
-    for inner in inner_optimizers(optimizer):
-        if reducer_of(inner) is not None:
-            reducers.append(inner.__dict__.pop(_ATTRIBUTE))
-            inner.__class__ = own_class(inner)
+    distributed = [inner for inner in inner_optimizers(optimizer) if reducer_of(inner) is not None]
+    reducers = [inner.__dict__.pop(_ATTRIBUTE) for inner in distributed]
+    for inner in distributed:
+        inner.__class__ = own_class(inner)
     if reducers and reducer_of(optimizer) is None:
         wrap(optimizer, reducers[0])
     return bool(reducers)
@@ -346,20 +351,14 @@ def participation(optimizer: Any) -> Participation:
     def accumulate_when_settled(gradients: list[tuple[Any, Any]]) -> None:
         communicator.when_settled(lambda: _accumulate(optimizer, gradients))
 
-    if _makes_updates_of_others(optimizer):
-        part = reducer.participation(shared, update_when_settled, accumulate_when_settled)
-    else:
-        part = reducer.participation(shared)
-    commit = reducer.commit()
-    if commit is not None:
+    of_others = (update_when_settled, accumulate_when_settled) if _makes_updates_of_others(optimizer) else ()
+    part = reducer.participation(shared, *of_others)
+    if (commit := reducer.commit()) is not None:
         part = {**part, _commit_request(reducer): lambda _: communicator.when_settled(commit)}
     if reducer.slices is None:
         return part
-
-    def cut(_: Sequence[int]) -> None:
-        communicator.when_settled(lambda: _cut_anew(optimizer))
-
-    return {**part, MEETING: lambda _: None, _cut_request(reducer): cut}
+    cut = partial(communicator.when_settled, partial(_cut_anew, optimizer))
+    return {**part, MEETING: lambda _: None, _cut_request(reducer): lambda _: cut()}
 
 
 def _makes_updates_of_others(optimizer: Any) -> bool:
