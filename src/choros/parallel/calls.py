@@ -77,6 +77,11 @@ class CollectiveCall:
             raise ConfigError(f"{self.collective}(name={self.name!r}): expected a str or None.")
         if not isinstance(self.process_set, ProcessSet):
             raise ConfigError(f"{self.collective}(process_set={self.process_set!r}): expected a ProcessSet.")
+        for each in ("prescale_factor", "postscale_factor"):
+            try:
+                float(getattr(self, each))
+            except (TypeError, ValueError):
+                raise ConfigError(f"{self.collective}({each}={getattr(self, each)!r}): expected a number.") from None
         check_compressor(self.compression)
 
     @property
@@ -158,7 +163,7 @@ def _scaled(array: Array, factor: float) -> Array:
         raise ConfigError("prescale_factor and postscale_factor need numbers, not booleans: cast the array first.")
     integers = array.dtype.kind in "iu"
     work = np.dtype(np.float64) if integers else wide_dtype(array.dtype)
-    scaled: Array = (array.astype(work, copy=False) * work.type(float(factor))).astype(array.dtype, copy=False)
+    scaled: Array = (array.astype(work, copy=False) * work.type(factor)).astype(array.dtype, copy=False)
     return scaled
 
 

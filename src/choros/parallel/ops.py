@@ -400,7 +400,7 @@ def _return_rows(call: CollectiveCall, value: Any, counts: Any, splits: Any, ext
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Returns when every rank has called it."""
-    process_set.communicator.barrier()
+    CollectiveCall("barrier", process_set=process_set).communicator.barrier()
 
 
 def _converted(value: Any, like: Any) -> Any:

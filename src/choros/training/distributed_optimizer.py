@@ -7,7 +7,6 @@ Every Keras trainer calls ``apply``, and what follows in it sees the gradient of
 The user's object gets a subclass of the same name: its state, saved name and Keras' fast paths by class stay.
 """
 
-import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -32,6 +31,7 @@ from choros.training.keras_internals.models import (
     derive,
     inner_optimizers,
     innermost,
+    loss_scale_in_creation,
     trained_variables,
 )
 from choros.training.optimizer_reducer import OptimizerReducer
@@ -160,8 +160,8 @@ class _DistributedMixin:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "loss_scale_factor":  # by ``LossScaleOptimizer.__init__``, last, which puts itself around this one
-            move_outwards(sys._getframe(1).f_locals.get("self"))
+        if name == "loss_scale_factor" and (outer := loss_scale_in_creation()) is not None:
+            move_outwards(outer)
 
     def register_local_var(self, var: Any) -> None:
         """Keeps the gradient of ``var`` on its rank (Horovod's name)."""

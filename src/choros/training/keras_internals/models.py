@@ -1,6 +1,7 @@
 """Models, layers, metrics, variables and optimizers of Keras: what they have, and do, under private names."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -75,6 +76,14 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     """The optimizers inside a ``LossScaleOptimizer`` or a ``MultiOptimizer``, which has them in a private list."""
     scaled = getattr(optimizer, "inner_optimizer", None)
     return [*([] if scaled is None else [scaled]), *getattr(optimizer, "_inner_optimizers", ())]
+
+
+def loss_scale_in_creation() -> Any:
+    """The ``LossScaleOptimizer`` whose ``__init__`` sets ``loss_scale_factor`` of the one that it puts itself around,
+    last, if the caller is that one's ``__setattr__``; else ``None``.
+    """
+    setting = sys._getframe(2).f_locals.get("self")
+    return setting if isinstance(setting, keras.optimizers.LossScaleOptimizer) else None
 
 
 def trained_variables(optimizer: Any) -> list[Any]:
