@@ -108,6 +108,27 @@ def test_a_killed_job_goes_on_from_its_last_commit(tmp_path):
     assert [report["wrong"] for report in reports] == [{}, {}]
 
 
+@pytest.mark.parametrize("api", ["horovod", pytest.param("strategy", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("faults", "code"), [("0@17=SIGTERM!", 75), ("0@commit:1", 69)])
+def test_a_job_that_goes_on_ends_as_one_that_was_not_interrupted(api, faults, code, tmp_path):
+    """In the middle of an epoch; or after an epoch, when its backup is newer than the last commit."""
+
+    def job(name, faults, code=0):
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        flags = ("-np", 1, "--min-np", 1, "--reset-limit", 0, "--commit-dir", directory / "commits")
+        script = Path(__file__).with_name("goes_on_script.py")
+        ended = run(*flags, sys.executable, script, api, faults, directory, env=TORCH, warm=True)
+        assert ended.code == code, ended.err
+        return ended.reports
+
+    job("interrupted", faults, code)
+    (expected,), (report,) = job("whole", ""), job("interrupted", "")
+    if code != 75:  # the row of the epoch that was made again
+        assert report["log"].pop(2) == expected["log"][2]
+    assert report == expected
+
+
 @pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_job_that_goes_on_with_data_in_another_order_says_so(seed, tmp_path):
     given = {"more": ("--commit-dir", tmp_path, "--commit-steps", 4), "least": 1, "ranks": 1}

@@ -56,6 +56,11 @@ class CommitStore:
         self.directory = Path(directory)
         self._files = Numbered(self.directory, "commit-", ".npz", digits=8, kept=_KEPT)
 
+    @property
+    def has_commits(self) -> bool:
+        """Whether there is a complete one."""
+        return bool(self._files.complete())
+
     def write(self, state: Any) -> int | None:
         """Writes a commit; when this returns its number, it is on the disk. The last two are kept.
         If the disk is full, a warning says so, and it returns ``None``: training goes on, with the last commit there.

@@ -220,17 +220,16 @@ class ElasticCallback(EpochCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Ends this rank, if it is time."""
-        self._run.restore_callbacks()
-        self._steps.begin_batch()
+        self._run.begin_batch()
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Ends the epoch's batches, in ``fit``."""
-        self._run.restore_callbacks()
+        self._run.restore_again()
         super().on_test_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Ends the epoch's batches."""
-        self._run.restore_callbacks()
+        self._run.restore_again()
         super().on_epoch_end(epoch, logs)
         self._run.on_epoch_end(epoch, logs)
 

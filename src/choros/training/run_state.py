@@ -69,10 +69,10 @@ from choros.training.variables import derive_again
 _log = logging.getLogger("choros")
 _calls = itertools.count(1)
 #: What ``fit`` gives callbacks; and what Keras' own set in each process: the sign of ``min_delta``, with a comparison,
-#: which is a function; of TensorBoard, what belongs to its writers and to the profiler.
+#: which is a function; whether a log begins; of TensorBoard, what belongs to its writers and to the profiler.
 _OF_PROCESS = frozenset(
     [
-        *("_model", "params", "_params", "validation_data", "min_delta"),
+        *("_model", "params", "_params", "validation_data", "min_delta", "append_header"),
         *("_writers", "_prev_summary_state", "_is_tracing", "_profiler_started"),
     ]
 )
@@ -95,8 +95,7 @@ class RunState:
 
     def __init__(self, model: Any, callbacks: Sequence[Any]) -> None:
         self._model = model
-        own = [each.callback if isinstance(each, FirstRankCallback) else each for each in callbacks]
-        self._callbacks = [each for each in own if type(each).__name__ != "ProgbarLogger"]
+        self._callbacks = [each for each in callbacks if type(each).__name__ != "ProgbarLogger"]
         self._configured = [_configuration(each) for each in self._callbacks]
 
     def capture(self, *, epoch: int, position: Any = None, metrics: bool = True, joins: bool = False) -> dict[str, Any]:
@@ -156,14 +155,10 @@ class RunState:
         for optimizer, values in own:
             assign_whole(optimizer, values)
         model.stop_training = state["stop_training"]
-        self.restore_callbacks(state)
-        set_random_streams(state["random"])
-
-    def restore_callbacks(self, state: dict[str, Any]) -> None:
-        """Restores the callbacks' part of a state alone."""
         for key, callback in zip(_keys(self._callbacks), self._callbacks, strict=True):
             if key in state["callbacks"]:
                 _restore(callback, copy.deepcopy(state["callbacks"][key]))
+        set_random_streams(state["random"])
 
 
 def _has_state(optimizer: Any) -> bool:
@@ -255,12 +250,18 @@ class RunCallback(keras.callbacks.Callback):
 
     def __init__(self, callbacks: Sequence[Any], directory: str = "", *, admits: bool = False) -> None:
         super().__init__()
-        self._callbacks = callbacks
+        self._callbacks = [each.callback if isinstance(each, FirstRankCallback) else each for each in callbacks]
         self._store = CommitStore(Path(directory) / f"fit-{next(_calls)}") if directory else None
+        if self._store is not None and self._store.has_commits:
+            for each in self._callbacks:  # a log is added to, and no older state is read than the commit
+                if hasattr(each, "append"):
+                    each.append = True
+                if isinstance(each, keras.callbacks.BackupAndRestore):
+                    each.on_train_begin = lambda logs=None: None  # noqa: ARG005  (Keras')
         self._admits = admits
         self._restored: dict[str, Any] | None = None
         self._received: dict[str, Any] | None = None
-        #: The state from which an epoch goes on in its middle, until all callbacks have begun it.
+        #: The state from which an epoch goes on in its middle, until all callbacks, and its data, have begun it.
         self._goes_on: dict[str, Any] | None = None
         #: The epoch at whose beginning there is something to commit.
         self._next: int | None = None
@@ -345,7 +346,7 @@ class RunCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Marks that there is something to commit."""
-        self._next = epoch + 1
+        self._next, self._goes_on = epoch + 1, None
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Commits that this call of ``fit`` is complete, also if it was stopped early."""
@@ -363,13 +364,18 @@ class RunCallback(keras.callbacks.Callback):
         history = self.model.history
         history.epoch, history.history = shared_result((history.epoch, history.history))
 
-    def restore_callbacks(self) -> None:
-        """Restores the callbacks once more after the beginning of an epoch that goes on in its middle, where they zero
-        their counts; call it before anything else happens in it.
+    def begin_batch(self) -> None:
+        """Ends this rank before its next batch, if it is time, or takes in a new one."""
+        self.restore_again()
+        steps_of(self.model).begin_batch()
+
+    def restore_again(self) -> None:
+        """Restores the state once more after the beginning of an epoch that goes on in its middle, where callbacks zero
+        counts or set rates, and a ``DataLoader`` draws a number; call it before anything else happens in it.
         """
         state, self._goes_on = self._goes_on, None
         if state is not None:
-            self._run.restore_callbacks(state)
+            self._run.restore(state)
 
     def _admit(self, epoch: int) -> bool:
         """Takes in a new rank, between two steps, if one waits; sends it the state of rank 0, which is an older one."""

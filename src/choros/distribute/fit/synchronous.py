@@ -211,7 +211,7 @@ class SynchronousTraining(Training):
             callbacks = [*callbacks, run]
         if admits:
             # First, so that commits hold all of the last batch, and none of the next.
-            between = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda *_, **__: steps.begin_batch())
+            between = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda *_, **__: run.begin_batch())
             callbacks, verbose = [between, *callbacks], 0
         changes["callbacks"] = callbacks
         elastic = steps.elastic(data, call["class_weight"]) if isinstance(data, EpochData) else nullcontext()

@@ -1,0 +1,44 @@
+"""Trains with dropout, a rate that each epoch changes, a log and a backup; prints what there is at the end as JSON.
+
+Arguments: ``strategy`` or ``horovod``, the API; the faults (see ``faults.py``); a directory for files.
+"""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+from faults import Faults
+
+import choros.distribute as dist
+import choros.keras as hvd
+from choros.comm import global_process_set
+
+api, directory = sys.argv[1], Path(sys.argv[3])
+keras.utils.set_random_seed(1)
+hvd.init()
+faults = Faults(sys.argv[2], global_process_set.communicator, directory)
+source = np.random.default_rng(0)
+x, y = source.normal(size=(50, 4)).astype("float32"), source.normal(size=(50, 1)).astype("float32")
+strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
+with strategy.scope() if strategy else contextlib.nullcontext():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1)
+    model.compile(optimizer if strategy else hvd.DistributedOptimizer(optimizer), "mse")
+log = directory / "log.csv"
+callbacks = [
+    keras.callbacks.BackupAndRestore(directory / "backup"),
+    keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2),
+    keras.callbacks.CSVLogger(log),
+    faults.callback(),
+]
+data = {"x": x, "y": y, "batch_size": 8}
+if not strategy:
+    data = {"x": hvd.shard((x, y), batch_size=8, shuffle=True), "shuffle": False}
+    callbacks = [hvd.callbacks.ElasticCallback(data["x"], callbacks), *callbacks]
+history = model.fit(**data, epochs=4, verbose=0, callbacks=callbacks)
+weights = [each.ravel().tolist() for each in model.get_weights()]
+report = {"weights": weights, "rate": float(model.optimizer.learning_rate.numpy()), "epochs": history.epoch}
+print(json.dumps(report | {"loss": history.history["loss"], "log": log.read_text().split()}), flush=True)
