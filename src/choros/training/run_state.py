@@ -254,7 +254,7 @@ class RunCallback(keras.callbacks.Callback):
         self._store = CommitStore(Path(directory) / f"fit-{next(_calls)}") if directory else None
         if self._store is not None and self._store.has_commits:
             for each in self._callbacks:  # a log is added to, and no older state is read than the commit
-                if hasattr(each, "append"):
+                if isinstance(each, keras.callbacks.CSVLogger):
                     each.append = True
                 if isinstance(each, keras.callbacks.BackupAndRestore):
                     each.on_train_begin = lambda logs=None: None  # noqa: ARG005  (Keras')
