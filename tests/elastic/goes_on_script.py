@@ -1,4 +1,4 @@
-"""Trains with dropout, a rate that each epoch changes, a log and a backup; prints what there is at the end as JSON.
+"""Trains with dropout, or statistics of rows, a rate that each epoch changes, a log and a backup; prints what there is.
 
 Arguments: ``strategy`` or ``horovod``, the API; the faults (see ``faults.py``); a directory for files.
 """
@@ -24,7 +24,8 @@ source = np.random.default_rng(0)
 x, y = source.normal(size=(50, 4)).astype("float32"), source.normal(size=(50, 1)).astype("float32")
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
 with strategy.scope() if strategy else contextlib.nullcontext():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(1)])
+    layer = keras.layers.BatchNormalization() if strategy else keras.layers.Dropout(0.5, seed=1)
+    model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD(0.1)
     model.compile(optimizer if strategy else hvd.DistributedOptimizer(optimizer), "mse")
 log = directory / "log.csv"
@@ -39,6 +40,6 @@ if not strategy:
     data = {"x": hvd.shard((x, y), batch_size=8, shuffle=True), "shuffle": False}
     callbacks = [hvd.callbacks.ElasticCallback(data["x"], callbacks), *callbacks]
 history = model.fit(**data, epochs=4, verbose=0, callbacks=callbacks)
-weights = [each.ravel().tolist() for each in model.get_weights()]
+weights = np.concatenate([each.ravel() for each in model.get_weights()]).tolist()
 report = {"weights": weights, "rate": float(model.optimizer.learning_rate.numpy()), "epochs": history.epoch}
 print(json.dumps(report | {"loss": history.history["loss"], "log": log.read_text().split()}), flush=True)

@@ -1085,16 +1085,16 @@ def case_the_way_of_a_step_is_short() -> None:
     """What a reader of one step's host call goes through: ten files, sixty functions."""
     import tensorflow as tf
 
-    own, calls = str(Path(hvd.__file__).parents[1]), []
+    own, steps = str(Path(hvd.__file__).parents[1]), []
     numpy_function = tf.numpy_function
 
     def note(frame: object, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(own):
-            calls.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+            steps[-1].append((frame.f_code.co_filename, frame.f_code.co_qualname))
 
     def noted(function: object, *args: object) -> object:
         def on_host(*hosts: object) -> object:
-            calls.clear()
+            steps.append([])
             before = sys.getprofile()
             sys.setprofile(note)
             try:
@@ -1108,8 +1108,8 @@ def case_the_way_of_a_step_is_short() -> None:
     fit(model, hvd.shard(data(EVEN), batch_size=BATCH), epochs=1)
     with patch.object(tf, "numpy_function", noted):
         model.make_train_function(force=True)
-        model.train_on_batch(*data(BATCH))
-        model.train_on_batch(*data(BATCH))
-    assert calls, "no call on the host"
-    assert len({file for file, _ in calls}) <= 10, calls
-    assert len(calls) <= 60, calls
+        for _ in range(5):
+            model.train_on_batch(*data(BATCH))
+    shortest = min(steps, key=len)  # a thread's first call has one more
+    assert 10 < len(shortest) <= 60, shortest
+    assert len({file for file, _ in shortest}) <= 10, shortest

@@ -77,7 +77,7 @@ def test_what_a_page_has(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     assert read_page(written.memory).last == ""
     written.begin_collective(b"x" * PAGE_BYTES, 2)
-    written.end_collective()
+    written.end_collective("gradients", 0)
     assert not read_page(written.memory).moves
     written.begin_collective("allreduce(name='π')".encode(), 3)
     for wait in (0.0, 1e9):
@@ -110,9 +110,9 @@ def test_a_page_has_a_row_for_each_of_the_first_collectives():
     written.begin_collective(b"x" * PAGE_BYTES, 2)
     written.note_step()
     for _ in range(2):
-        written.count("gradients", 10**9)
+        written.end_collective("gradients", 10**9)
         for number in range(9):
-            written.count(f"a-long-name-of-{number}", number)
+            written.end_collective(f"a-long-name-of-{number}", number)
     found = read_page(written.memory).collectives
     assert list(found) == ["gradients", *(f"a-long-name-of-{number}" for number in range(6)), "others"]
     assert found["gradients"] == (2, 2 * 10**9)

@@ -152,7 +152,7 @@ def case_commits_find_what_training_has_prepared(monkeypatch):
     """They do not prepare all layers of the model once more, each time."""
     model = build(1)
     directory = choros.keras.broadcast_object(tempfile.mkdtemp() if choros.rank() == 0 else None)
-    commits = RunCallback([], directory)
+    commits = RunCallback([], directory, lambda: None)
     commits.set_params({"epochs": 1})
     commits.set_model(model)
     model.history = keras.callbacks.History()

@@ -303,8 +303,7 @@ class Members(Primitives):
 
     def _done(self, collective: str, sent: int) -> None:
         """Notes the end of a collective, before which this rank had sent so many bytes."""
-        page.end_collective()
-        page.count(collective, self.bytes_sent - sent)
+        page.end_collective(collective, self.bytes_sent - sent)
 
     def _observe(self, request: Request) -> Callable[[], None]:
         """Emits an event now, one when what it returns is called, and one when the collective is done."""

@@ -11,6 +11,7 @@ Writing takes a microsecond, and wakes no one. Without a wrapper, the page is th
 import contextlib
 import math
 import mmap
+import operator
 import os
 import struct
 import time
@@ -99,15 +100,12 @@ class Page:
         # A clock that stands still while this rank waits for others.
         self._began_exchange = None if hidden else time.perf_counter() - self.waited
 
-    def end_collective(self) -> None:
-        """Notes that its data have moved."""
+    def end_collective(self, collective: str, sent: int) -> None:
+        """Notes that its data have moved, and counts it; this rank has given so many bytes of arrays to it."""
         self.memory[_MOVES] = 0
         began, self._began_exchange = self._began_exchange, None  # another thread's collective may end now, too
         if began is not None:
             self.exchanged += max(0.0, time.perf_counter() - self.waited - began)
-
-    def count(self, collective: str, sent: int) -> None:
-        """Counts a collective to which this rank has given so many bytes of arrays."""
         name = collective if collective in self._calls or len(self._calls) < _ROWS - 1 else "others"
         calls = self._calls.setdefault(name, [len(self._calls), 0, 0])
         calls[1] += 1
@@ -182,7 +180,7 @@ class Page:
                 left -= spent[-1]
             *spent, waited = spent
             new = (own, waited, *spent, self.paused, examples, examples * examples, examples * (left + spent[0]))
-            counts = [count + each for count, each in zip(counts, new, strict=True)]
+            counts = [*map(operator.add, counts, new)]
             place = _TIMES + _COUNT.size * bucket_of(own)
             _COUNT.pack_into(self.memory, place, _COUNT.unpack_from(self.memory, place)[0] + 1)
             steps, prompt_steps = steps + 1, prompt_steps + (waited < _PROMPT * own)

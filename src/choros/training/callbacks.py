@@ -187,7 +187,7 @@ class ElasticCallback(EpochCallback):
         weakref.finalize(self, self._context.close)  # before Python ends, if an exception ends fit
         directory = current().commit_dir
         self._admits = callbacks is not None and global_process_set.communicator.elastic
-        self._run = RunCallback(callbacks or (), directory, admits=self._admits)
+        self._run = RunCallback(callbacks or (), directory, lambda: None, admits=self._admits)
 
     def set_model(self, model: Any) -> None:
         """Prepares the model."""

@@ -33,7 +33,7 @@ import inspect
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -248,8 +248,12 @@ class RunCallback(keras.callbacks.Callback):
     _epochs: ElasticEpochs | None
     _run: RunState
 
-    def __init__(self, callbacks: Sequence[Any], directory: str = "", *, admits: bool = False) -> None:
+    def __init__(
+        self, callbacks: Sequence[Any], directory: str, average: Callable[[], None], *, admits: bool = False
+    ) -> None:
+        """``average`` makes the statistics of layers those of all ranks."""
         super().__init__()
+        self._average = average
         self._callbacks = [each.callback if isinstance(each, FirstRankCallback) else each for each in callbacks]
         self._store = CommitStore(Path(directory) / f"fit-{next(_calls)}") if directory else None
         if self._store is not None and self._store.has_commits:
@@ -401,6 +405,7 @@ class RunCallback(keras.callbacks.Callback):
                 self._write(self._epochs.ledger.epoch, in_epoch=True)
             else:
                 sync_jax_state(self.model)
+                self._average()
                 with merged_metrics(self.model.metrics):
                     self._write(self._epochs.ledger.epoch, in_epoch=True, metrics=True)
 

@@ -206,7 +206,7 @@ class SynchronousTraining(Training):
         admits, directory = global_process_set.communicator.elastic, current().commit_dir
         if admits and call["verbose"]:  # Keras' own progress bar would end with rank 0
             callbacks.append(FirstRankCallback(keras.callbacks.ProgbarLogger(), call["verbose"]))
-        run = RunCallback(callbacks, directory, admits=admits)
+        run = RunCallback(callbacks, directory, functools.partial(_average, model), admits=admits)
         if admits or directory:
             callbacks = [*callbacks, run]
         if admits:
@@ -356,15 +356,16 @@ def _synchronizing(model: Any) -> list[Any]:
     """Returns the callbacks after which all processes begin with the same values, and layers' statistics are averaged
     at an epoch's end and before validation; ``tf.distribute`` does it when they are read.
     """
-
-    def average(*_: Any) -> None:
-        # The statistics of a stateful RNN are the states of single rows.
-        layers = [layer for layer in layers_of(model) if not getattr(layer, "stateful", False)]
-        given = [each for layer in layers for each in statistics_of(layer)]
-        average_variables([each for each in given if "float" in each.dtype and not aggregates(each)])
-
+    average = functools.partial(_average, model)
     same = keras.callbacks.LambdaCallback(on_epoch_end=average, on_test_begin=average)
     return [same, BroadcastGlobalVariablesCallback(0)]
+
+
+def _average(model: Any, *_: Any) -> None:
+    """Averages the statistics of layers; those of a stateful RNN are the states of single rows."""
+    layers = [layer for layer in layers_of(model) if not getattr(layer, "stateful", False)]
+    given = [each for layer in layers for each in statistics_of(layer)]
+    average_variables([each for each in given if "float" in each.dtype and not aggregates(each)])
 
 
 def _stop_together(model: Any) -> None:
