@@ -40,6 +40,10 @@ if not strategy:
     data = {"x": hvd.shard((x, y), batch_size=8, shuffle=True), "shuffle": False}
     callbacks = [hvd.callbacks.ElasticCallback(data["x"], callbacks), *callbacks]
 history = model.fit(**data, epochs=4, verbose=0, callbacks=callbacks)
-weights = np.concatenate([each.ravel() for each in model.get_weights()]).tolist()
-report = {"weights": weights, "rate": float(model.optimizer.learning_rate.numpy()), "epochs": history.epoch}
+trained, statistics = (
+    [number for each in weights for number in each.numpy().ravel().tolist()]
+    for weights in (model.trainable_weights, model.non_trainable_weights)
+)
+report = {"trained": trained, "statistics": statistics, "rate": float(model.optimizer.learning_rate.numpy())}
+report |= {"epochs": history.epoch}
 print(json.dumps(report | {"loss": history.history["loss"], "log": log.read_text().split()}), flush=True)

@@ -128,8 +128,11 @@ def test_a_job_that_goes_on_ends_as_one_that_was_not_interrupted(api, ranks, fau
     for report, expected in zip(job("interrupted", ""), job("whole", ""), strict=True):
         if code != 75:  # the row of the epoch that was made again
             assert report["log"].pop(2) == expected["log"][2]
-        assert report.pop("weights") == pytest.approx(expected.pop("weights"), rel=1e-5)
-        assert report.pop("loss") == pytest.approx(expected.pop("loss"), rel=1e-5)
+        assert report.pop("trained") == pytest.approx(expected.pop("trained"), rel=1e-5)
+        for name in ("loss", "statistics"):
+            ours, theirs = report.pop(name), expected.pop(name)
+            if code == 75 or ranks == 1:  # the last rank's commit lacks those of the lost one
+                assert ours == pytest.approx(theirs, rel=1e-5)
         if ranks == 1:
             assert report == expected
 

@@ -69,10 +69,11 @@ from choros.training.variables import derive_again
 _log = logging.getLogger("choros")
 _calls = itertools.count(1)
 #: What ``fit`` gives callbacks; and what Keras' own set in each process: the sign of ``min_delta``, with a comparison,
-#: which is a function; whether a log begins; of TensorBoard, what belongs to its writers and to the profiler.
+#: which is a function; a log's file, and whether it begins; of TensorBoard, its writers and its profiler.
 _OF_PROCESS = frozenset(
     [
-        *("_model", "params", "_params", "validation_data", "min_delta", "append_header"),
+        *("_model", "params", "_params", "validation_data", "min_delta"),
+        *("append_header", "csv_file", "writer"),
         *("_writers", "_prev_summary_state", "_is_tracing", "_profiler_started"),
     ]
 )
