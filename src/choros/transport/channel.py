@@ -385,10 +385,10 @@ class Listener:
         """Warns of a refusal; of many, which anybody may cause, only of the first ones."""
         with self._lock:
             self._refusals += 1
-            count, self.refusal = self._refusals, refusal
-        if count <= _WARNINGS:
-            further = " Further ones are not logged." if count == _WARNINGS else ""
-            _log.warning("%s%s", refusal, further)
+            self.refusal = refusal
+            if self._refusals <= _WARNINGS:  # with the lock: the last one says so last
+                further = " Further ones are not logged." if self._refusals == _WARNINGS else ""
+                _log.warning("%s%s", refusal, further)
 
     @staticmethod
     def _start(target: Callable[..., None], *args: Any) -> threading.Thread:
