@@ -1,4 +1,4 @@
-"""The rank's part: it is tied to an actor, whose end is its end, and runs what that one is told to; and ``log``."""
+"""The rank's part: it is tied to an actor, whose end is its end, and runs what that one asks for; and ``log``."""
 
 import os
 import pickle

@@ -62,10 +62,8 @@ class FirstRankCallback(keras.callbacks.Callback):
         if not self._begun:
             self.callback.set_model(self.model)  # in which Keras' TensorBoard makes files
         if not self._begun and hook != "on_train_begin":
-            if hasattr(self.callback, "append"):
-                self.callback.append = True
-            if not isinstance(self.callback, keras.callbacks.BackupAndRestore):
-                self.callback.on_train_begin()
+            go_on(self.callback)
+            self.callback.on_train_begin()
             if self._epoch is not None and not is_epoch:
                 self.callback.on_epoch_begin(self._epoch)
         self._begun = True
@@ -89,3 +87,11 @@ def verbose_on_first_rank(callbacks: Sequence[Any]) -> Any:
             each.verbose = level if is_first() else 0
 
     return keras.callbacks.LambdaCallback(on_train_begin=set_levels, on_epoch_begin=set_levels)
+
+
+def go_on(callback: Any) -> None:
+    """Prepares a callback for training that has begun before: a log is added to, and a backup, now older, not read."""
+    if isinstance(getattr(callback, "append", None), bool):
+        callback.append = True
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        callback.on_train_begin = lambda _=None: None

@@ -49,7 +49,7 @@ from choros.observe.progress import page
 from choros.parallel.objects import broadcast_object, object_of_first, shared_result
 from choros.training.distributed_optimizer import reducer_of
 from choros.training.elastic_epochs import ElasticEpochs
-from choros.training.first_rank import FirstRankCallback
+from choros.training.first_rank import FirstRankCallback, go_on
 from choros.training.keras_internals.fit import set_initial_epoch, sync_jax_state
 from choros.training.keras_internals.models import (
     build_from_batch,
@@ -258,11 +258,8 @@ class RunCallback(keras.callbacks.Callback):
         self._callbacks = [each.callback if isinstance(each, FirstRankCallback) else each for each in callbacks]
         self._store = CommitStore(Path(directory) / f"fit-{next(_calls)}") if directory else None
         if self._store is not None and self._store.has_commits:
-            for each in self._callbacks:  # a log is added to, and no older state is read than the commit
-                if isinstance(each, keras.callbacks.CSVLogger):
-                    each.append = True
-                if isinstance(each, keras.callbacks.BackupAndRestore):
-                    each.on_train_begin = lambda logs=None: None  # noqa: ARG005  (Keras')
+            for each in self._callbacks:
+                go_on(each)
         self._admits = admits
         self._restored: dict[str, Any] | None = None
         self._received: dict[str, Any] | None = None
