@@ -199,6 +199,14 @@ def case_a_data_loader():
     loader = torch_data.DataLoader(source, batch_size=BATCH, shuffle=True)
     check(lambda: epochs_of(loader, sharding()), shuffled=True)
 
+    drawn = torch.Generator().manual_seed(3)
+    torch.randperm(N, generator=drawn)  # by a fit before, which a job that goes on does not repeat
+    loader = torch_data.DataLoader(source, batch_size=BATCH, shuffle=True, generator=drawn)
+    epochs, others, everything = shuffled(), epochs_of(loader, sharding()), [ShardBatches(0, 1, range(OPEN))]
+    epochs.seed = others.seed
+    for epoch in range(2):
+        assert rows(epochs.batches(everything, epoch)) == rows(others.batches(everything, epoch))
+
     loader = torch_data.DataLoader(source, batch_size=BATCH, num_workers=1, persistent_workers=True)
     epochs = epochs_of(loader, sharding(0, 1))
     being_read = iter(epochs.data)

@@ -1,5 +1,6 @@
 """A run of ``fit`` that another model continues in the middle of an epoch, from a commit on disk."""
 
+import itertools
 import random
 import tempfile
 
@@ -10,6 +11,7 @@ import pytest
 import choros.keras
 from choros.elastic.commit_store import CommitStore
 from choros.errors import ConfigError
+from choros.training import run_state
 from choros.training.run_state import RunCallback, RunState
 from choros.training.trainer import Steps, attach
 
@@ -160,3 +162,15 @@ def case_commits_find_what_training_has_prepared(monkeypatch):
     monkeypatch.setattr(Steps, "prepare", lambda steps: pytest.fail("prepared again"))
     commits.on_train_begin()
     commits.on_train_end()
+
+
+def case_the_fit_after_one_that_goes_on_has_all_of_its_epochs(monkeypatch):
+    directory = choros.keras.broadcast_object(tempfile.mkdtemp() if choros.rank() == 0 else None)
+    for epochs in (1, 3):  # of the job, and of the same that goes on
+        monkeypatch.setattr(run_state, "_calls", itertools.count(1))
+        model = build(1)
+        attach(model)
+        first = model.fit(X, Y, epochs=epochs, verbose=0, callbacks=[RunCallback([], directory, lambda: None)])
+    assert (first.epoch, int(model.optimizer.iterations)) == ([0, 1, 2], 6)
+    again = model.fit(X, Y, epochs=3, verbose=0, callbacks=[RunCallback([], directory, lambda: None)])
+    assert again.epoch == [0, 1, 2]

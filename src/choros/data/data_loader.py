@@ -202,7 +202,8 @@ class _LoaderEpochs(EpochData):
         self._sampler = _global_sampler(loader, sharding.batch_size, sharding.seed)
         self._order = loader.sampler
         self._generator = getattr(self._order, "generator", None)
-        self._state = None if self._generator is None else self._generator.get_state()
+        if self._generator is not None:  # with it the order goes on in another process, whatever that has drawn
+            self.seed = self._generator.get_state().numpy()
         self._source = loader
         own = type(loader.batch_sampler) is torch_data.BatchSampler or hasattr(loader.batch_sampler, "set_epoch")
         sequential = type(self._order) is torch_data.SequentialSampler
@@ -235,7 +236,7 @@ class _LoaderEpochs(EpochData):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
         if self._generator is not None:
-            self._generator.set_state(self._state)
+            self._generator.set_state(torch.tensor(self.seed))
             if epoch:
                 seed = np.random.SeedSequence((self._generator.initial_seed(), epoch)).generate_state(1, np.uint64)[0]
                 self._generator.manual_seed(int(seed) >> 1)

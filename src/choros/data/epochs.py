@@ -22,7 +22,7 @@ class EpochData(ABC):
     """The epochs of one data set. ``make`` returns what ``fit`` takes, of these epochs.
     ``doubt`` says why not every sample is used exactly once if a rank is lost.
     ``begins_anywhere``: batches are found, and counted, without reading those before. ``goes_on``: the next epoch is
-    read from the last iteration of ``data``, not from a new one. ``seed`` is the same on all ranks.
+    read from the last iteration of ``data``, not from a new one. ``seed``, a plain value, is the same on all ranks.
     """
 
     doubt: str | None = None
@@ -32,7 +32,8 @@ class EpochData(ABC):
     def __init__(self, sharding: Sharding, make: Callable[[Any], Any]) -> None:
         part = sharding.part
         self._local, self._make = part.local, make
-        self.epoch, self.seed = sharding.epoch, sharding.seed
+        self.epoch = sharding.epoch
+        self.seed: Any = sharding.seed
         self.parts: tuple[ShardBatches, ...] = (
             ShardBatches(part.first // part.local, part.count // part.local, range(OPEN)),
         )

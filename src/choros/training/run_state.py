@@ -351,7 +351,8 @@ class RunCallback(keras.callbacks.Callback):
         self._next, self._goes_on = epoch + 1, None
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
-        """Commits that this call of ``fit`` is complete, also if it was stopped early."""
+        """Commits that this call of ``fit`` is complete, also if it was stopped early; the next begins as it says."""
+        set_initial_epoch(self.model, None)
         if self._store is None:
             return
         if self._epochs is not None:

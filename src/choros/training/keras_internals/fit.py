@@ -144,14 +144,14 @@ def first_epoch_without_batches(model: Any) -> Iterator[None]:
                 model.train_function = own
 
 
-def initial_epoch(model: Any) -> int:
-    """The epoch at which the current ``fit`` begins, as ``BackupAndRestore`` sets it."""
-    epoch: int = model._initial_epoch
+def initial_epoch(model: Any) -> int | None:
+    """The epoch at which the current ``fit`` begins, as ``BackupAndRestore`` sets it, or ``None``: as it says."""
+    epoch: int | None = model._initial_epoch
     return epoch
 
 
-def set_initial_epoch(model: Any, epoch: int) -> None:
-    """Makes the current ``fit`` begin at ``epoch``."""
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """Makes the current ``fit`` begin at ``epoch``, and later ones, too, which Keras leaves there."""
     model._initial_epoch = epoch
 
 
