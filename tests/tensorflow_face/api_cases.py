@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -409,3 +410,29 @@ def case_partial_optimizer_keeps_local_gradients() -> None:
     optimizer.apply(gradients, model.trainable_weights)
     local, shared = 1 - (hvd.rank() + 1) / 2, 1 - 1.5
     check(model.weights, [[[local]] * 2, [local], [[shared]], [shared]])
+
+
+def case_branches_loops_and_functions_are_in_the_order_of_the_program() -> None:
+    """Of which TensorFlow itself orders none that has a variable."""
+    variable = tf.Variable(2.0)
+
+    @tf.function
+    def inner(value: Any) -> Any:
+        return hvd.allreduce(value * variable)
+
+    @tf.function
+    def outer(value: Any, first: Any) -> list[Any]:
+        results = [hvd.allreduce(value)]
+        results.append(tf.cond(first, lambda: hvd.broadcast(value * variable, 0), lambda: value))
+        results += tf.while_loop(lambda _: first, lambda each: [hvd.allreduce(each * variable)], [value])
+        results.append(inner(value))
+        return [*results, hvd.allreduce(value)]
+
+    value, first = tf.constant([1.0 + hvd.rank()]), tf.constant(True)
+    check(inner(value), [3.0])  # traced before
+    kinds = ("EagerPyFunc", "If", "PyFunc", "StatefulPartitionedCall", "While")
+    graph = outer.get_concrete_function(value, first).graph
+    calls = [each for each in graph.get_operations() if each.type in kinds]
+    assert len(calls) == 5
+    for before, call in itertools.pairwise(calls):
+        assert before in call.control_inputs, call.name

@@ -122,7 +122,7 @@ def fit(model: keras.Model, road: str, data: Any, **kwargs: Any) -> dict[str, li
     if road == "horovod":
         callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
         return model.fit(hvd.shard(data, batch_size=BATCH), callbacks=callbacks, **fixed).history
-    return model.fit(data, batch_size=BATCH, **fixed).history
+    return model.fit(*(data if isinstance(data, tuple) else (data,)), batch_size=BATCH, **fixed).history
 
 
 def check(kind: Any) -> None:
@@ -153,6 +153,26 @@ def case_no_call():
 
 def case_two_optimizers_and_no_call():
     check(Gan)
+
+
+def case_a_trained_model_that_is_a_layer():
+    """Its optimizer, which is idle then, and that of the whole model have gradients of the same shapes."""
+
+    def trained(road: str) -> list[np.ndarray]:
+        keras.utils.set_random_seed(1)
+        with strategy().scope() if road == "strategy" else keras.name_scope("own"):
+            part = layers(4, FEATURES, width=FEATURES)
+            for model in (part, keras.Sequential([keras.Input((FEATURES,)), part])):
+                optimizer: Any = keras.optimizers.Adam(0.01)
+                optimizer = hvd.DistributedOptimizer(optimizer) if road == "horovod" else optimizer
+                model.compile(optimizer, "mse", jit_compile=JIT)
+                fit(model, road, (rows(), rows(seed=1)))
+        return weights(model)
+
+    expected = of_one_rank(lambda: trained("plain"))
+    for road in ROADS:
+        for mine, other in zip(trained(road), expected, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5, err_msg=road)
 
 
 def case_no_call_and_unknown_shapes():

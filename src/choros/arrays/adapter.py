@@ -100,11 +100,6 @@ class ArrayAdapter(ABC):
         del arrays
         return False
 
-    def values_if(self, condition: Any, variables: Sequence[Any]) -> list[Any]:
-        """Returns the values of variables, for a ``host_call`` under the same symbolic condition."""
-        del condition
-        return list(variables)
-
     def host_call(
         self,
         function: HostFunction,

@@ -15,6 +15,7 @@ from typing import Any, final
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.record import could_possibly_record, stop_recording
+from tensorflow.python.framework.auto_control_deps import register_acd_resource_resolver
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from choros.arrays.adapter import ArrayFunction, ArrayLayout, ArraySpec, DeviceArrayAdapter, HostArray, HostFunction
@@ -26,6 +27,12 @@ _FLOAT32 = np.dtype(np.float32)
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 #: What has no values of its inputs, or those of variables.
 _NOT_OF_BATCH = frozenset(("Rank", "ReadVariableOp", "ResourceGather", "Shape", "ShapeN", "Size", "VarHandleOp"))
+#: Operations that call functions with side effects.
+_OF_FUNCTIONS = frozenset(("Case", "If", "StatefulPartitionedCall", "While"))
+#: The functions of the host that graphs call, as TensorFlow knows them.
+_tokens: set[bytes] = set()
+with tf.Graph().as_default():
+    _TURN = tf.constant(0)
 #: What to do if the threads of a session do not suffice.
 _ADVICE = (
     "A session of TensorFlow 1 begins what one run() fetches in any order, and each collective waits in one of its "
@@ -120,22 +127,7 @@ class TensorflowArrays(DeviceArrayAdapter):
                 remember(error)
                 raise
 
-        results = tf.numpy_function(on_host, dense, [tf.as_dtype(output.dtype) for output in outputs])
-        for result, output in zip(results, outputs, strict=True):
-            result.set_shape(output.shape)
-        return list(results)
-
-    def values_if(self, condition: Any, variables: Sequence[Any]) -> list[Any]:
-        """Reads the variables, or returns empty tensors if the condition is false: to read one updated by rows copies
-        it all. Not in the branch with the call: TensorFlow orders calls of the host only if no inputs are variables.
-        """
-        return list(
-            tf.cond(
-                condition,
-                lambda: [tf.identity(variable) for variable in variables],
-                lambda: [tf.zeros([0] * len(variable.shape), variable.dtype) for variable in variables],
-            )
-        )
+        return _in_order(tf.numpy_function(on_host, dense, [tf.as_dtype(each.dtype) for each in outputs]), outputs)
 
     def cast(self, array: Any, dtype: np.dtype[np.generic]) -> Any:
         return tf.cast(array, dtype)
@@ -164,9 +156,7 @@ class TensorflowArrays(DeviceArrayAdapter):
         gpus = tf.config.list_logical_devices("GPU")
         with tf.device(gpus[0].name if gpus else None):
             results = tf.py_function(eagerly, dense, [tf.as_dtype(output.dtype) for output in outputs])
-        for result, output in zip(results, outputs, strict=True):
-            result.set_shape(output.shape)
-        return list(results)
+        return _in_order(results, outputs)
 
     def zeros_like(self, array: Any) -> Any:
         return tf.zeros_like(array)
@@ -212,6 +202,35 @@ class TensorflowArrays(DeviceArrayAdapter):
             return results, gradient
 
         return list(differentiable(*[tf.convert_to_tensor(array) for array in arrays]))
+
+
+def _in_order(results: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
+    """Returns the results of a call of the host, which runs in the order of the program."""
+    _tokens.add(results[0].op.get_attr("token"))
+    for result, output in zip(results, outputs, strict=True):
+        result.set_shape(output.shape)
+    return list(results)
+
+
+def _choros_calls(operation: Any, _: Any, writes: Any) -> bool:
+    """Makes each call write to a resource of their own. By itself TensorFlow orders what has no resource, but not
+    against branches, loops and functions with variables in which there are calls.
+    """
+    if _TURN in writes or not _calls_host(operation):
+        return False
+    writes.add(_TURN)
+    return True
+
+
+def _calls_host(operation: Any) -> bool:
+    if operation.type in ("EagerPyFunc", "PyFunc"):
+        return operation.get_attr("token") in _tokens
+    if operation.type not in _OF_FUNCTIONS:
+        return False
+    attributes = operation.node_def.attr.values()
+    names = {each.name for value in attributes for each in (value.func, *value.list.func)} - {""}
+    graphs = (getattr(operation.graph._get_function(name), "graph", None) for name in names)
+    return any(_calls_host(each) for graph in graphs if graph is not None for each in graph.get_operations())
 
 
 def _refuse_xla() -> None:
@@ -285,5 +304,6 @@ def _session_errors() -> Iterator[None]:
         raise MismatchError(f"{error}\n{_ADVICE}") from None
 
 
+register_acd_resource_resolver(_choros_calls)
 for _class in (tf.errors.InvalidArgumentError, tf.errors.UnknownError):
     recognize_errors(_class, functools.partial(_also, _class))

@@ -89,11 +89,12 @@ class LocalGradientAggregationHelper:
         with tf.control_dependencies([total.assign_add(each) for total, each in zip(sums, own, strict=True)]):
             passes = self.counter.assign_add(1)
         last = tf.equal(passes, self.backward_passes_per_step)
-        # What calls the host has no variables among its inputs: TensorFlow keeps the order of such calls only.
         with tf.control_dependencies([last]):
-            totals = framework_adapter("tensorflow").values_if(last, sums)
-        with tf.control_dependencies(totals):
-            reduced = tf.cond(last, lambda: self._reduce(totals, trained), lambda: list(map(tf.identity, own)))
+            reduced = tf.cond(
+                last,
+                lambda: self._reduce(list(map(tf.identity, sums)), trained),
+                lambda: list(map(tf.identity, own)),
+            )
         with tf.control_dependencies(reduced):
             cleared = tf.cond(last, self._clear, lambda: tf.constant(0))
         results: list[Any] = list(grads)

@@ -278,7 +278,7 @@ def cut_anew(optimizer: Any, model: Any) -> None:
 
 
 def _cut_request(reducer: OptimizerReducer) -> Request:
-    return Request("slices of the optimizer's state", name=reducer.name)
+    return Request("slices of the optimizer's state", name=reducer.reducer.name)
 
 
 def _cut_anew(optimizer: Any) -> None:
@@ -404,7 +404,7 @@ def commit_together(reducer: OptimizerReducer) -> None:
 
 
 def _commit_request(reducer: OptimizerReducer) -> Request:
-    return Request("commit", name=reducer.name)
+    return Request("commit", name=reducer.reducer.name)
 
 
 def receive_weights(optimizer: Any) -> tuple[int, ...]:

@@ -69,7 +69,6 @@ class OptimizerReducer:
         shard_state: bool | None = None,
         advice: str = "",
     ) -> None:
-        self.name = ""
         self.state_owner = state_owner
         self._shard_state = shard_state
         #: That of one process, once the optimizer is built, if each rank has a slice of it.
@@ -101,7 +100,7 @@ class OptimizerReducer:
         config = self._configure()
         if self._is_sharded:  # what is reduced during the backward pass is received whole
             config = dataclasses.replace(config, bucket_bytes=None)
-        reducer = GradientReducer(config, self.name)
+        reducer = GradientReducer(config)
         reducer.correction = correction
         return reducer
 
@@ -470,9 +469,8 @@ def _call_if(due: Any, function: Callable[[Sequence[Any]], None], values: Sequen
         function(hosts)
         return [np.asarray(0, np.int32)]
 
-    tensors = adapter.values_if(due > 0, values)
     keras.ops.cond(
-        due > 0, lambda: adapter.host_call(on_host, tensors, [FLAG])[0], lambda: keras.ops.zeros((), "int32")
+        due > 0, lambda: adapter.host_call(on_host, values, [FLAG])[0], lambda: keras.ops.zeros((), "int32")
     )
 
 

@@ -101,12 +101,9 @@ class GradientReducer:
     """
 
     def __init__(self, config: ReduceConfig, name: str = "") -> None:
-        """``name`` tells it from others whose gradients have the same shapes; the same on every rank."""
         self.config = config
-        self.name = name
         self._membership: Membership | None = None
-        self._plans: dict[GradientLayout, Plan] = {}
-        self._plan: Plan | None = None
+        self.name = name
         self._scales = (1.0, 1.0)
         #: This rank's share of the examples in the last step of all ranks; ``None`` before the first step.
         self.share: float | None = None
@@ -127,6 +124,17 @@ class GradientReducer:
         environment = current()
         self.compare_every, self.divergence = environment.compare_every, environment.divergence
         self.due: Comparison | None = None
+
+    @property
+    def name(self) -> str:
+        """What tells it from others whose gradients have the same shapes; the same on every rank."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+        self._plan: Plan | None = None
+        self._plans: dict[GradientLayout, Plan] = {}
 
     @property
     def active(self) -> bool:
