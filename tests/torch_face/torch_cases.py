@@ -531,6 +531,30 @@ def case_ranks_with_different_initial_weights() -> None:
 
 
 @with_and_without_overlap
+def case_join_between_the_backward_passes_of_a_step() -> None:
+    """As scripts do that use it as a barrier; a rank without batches keeps what it has accumulated."""
+    model, reference = build(), build()
+    optimizer = hvd.DistributedOptimizer(ADAM(model.parameters()), backward_passes_per_step=2)
+    plain = ADAM(reference.parameters())
+    for index, batch in enumerate(parts()[: 3 + hvd.rank()]):
+        (loss_of(model, batch) / 2).backward()
+        if index == 0:
+            hvd.join()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert hvd.join() == 1
+    for index, batch in enumerate([*batches()[:2], *(part(each, rank=1) for each in batches()[2:4])]):
+        (loss_of(reference, batch) / 2).backward()
+        if index % 2:
+            plain.step()
+            plain.zero_grad()
+    assert_same(model, reference)
+    del optimizer
+    gc.collect()
+
+
+@with_and_without_overlap
 def case_join() -> None:
     gc.collect()  # removes optimizers of earlier cases
     model, reference = build(), build()

@@ -283,8 +283,8 @@ def join(device: int = -1) -> int:
         A rank that was the last to join, the same on every rank.
 
     Raises:
-        ConfigError: the ``step`` of a distributed optimizer is missing after a backward pass, or optimizers belong to
-            different process sets.
+        ConfigError: the ``step`` of a distributed optimizer is missing after its backward passes, or optimizers belong
+            to different process sets.
         MismatchError: on all ranks, if another rank's collective needs all ranks, such as ``broadcast`` from this one.
 
     Example:
@@ -297,7 +297,7 @@ def join(device: int = -1) -> int:
     hooks = {each: hook for each in _distributed if (hook := _hook_of(each)).takes_steps}
     optimizers = sorted(hooks, key=lambda each: hooks[each].number)
     exchanges = [exchange for each in optimizers if (exchange := hooks[each].exchange)]
-    if any(exchange.pending for exchange in exchanges):
+    if any(exchange.complete for exchange in exchanges):
         raise ConfigError(
             "join() was called between backward() and step(): call step() first, or zero_grad() if another loss has "
             "computed these gradients."

@@ -94,6 +94,11 @@ class BackwardExchange:
         """Whether a backward pass has computed gradients that are not reduced yet."""
         return any(self._step.micro_batches)
 
+    @property
+    def complete(self) -> bool:
+        """Whether a gradient is that of all backward passes before a step, which is to come."""
+        return bool(self._step.complete)
+
     def reduce(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Returns the reduced gradients, ``None`` as zeros; to other parameters hooks move, and sent buckets go."""
         self._follow(parameters)
