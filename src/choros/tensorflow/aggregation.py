@@ -13,7 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from choros.arrays import framework_adapter
 from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError
 from choros.tensorflow.collectives import unconverted

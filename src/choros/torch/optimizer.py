@@ -297,7 +297,7 @@ def join(device: int = -1) -> int:
     hooks = {each: hook for each in _distributed if (hook := _hook_of(each)).takes_steps}
     optimizers = sorted(hooks, key=lambda each: hooks[each].number)
     exchanges = [exchange for each in optimizers if (exchange := hooks[each].exchange)]
-    if any(exchange.complete for exchange in exchanges):
+    if any(exchange.passes >= exchange.micro_batches for exchange in exchanges):
         raise ConfigError(
             "join() was called between backward() and step(): call step() first, or zero_grad() if another loss has "
             "computed these gradients."

@@ -117,7 +117,7 @@ class ParameterSlices:
             self.name = name
             self._serve()
             if self.reducer is not None:
-                self.reducer.name = name
+                self.reducer.rename(name)
 
     @property
     def text(self) -> str:

@@ -209,7 +209,7 @@ class GradientHook:
     @property
     def pending(self) -> bool:
         """Whether a backward pass has computed gradients that are not reduced yet."""
-        return self.exchange is not None and self.exchange.pending
+        return self.exchange is not None and self.exchange.passes > 0
 
     @property
     def takes_steps(self) -> bool:

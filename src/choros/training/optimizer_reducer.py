@@ -469,9 +469,7 @@ def _call_if(due: Any, function: Callable[[Sequence[Any]], None], values: Sequen
         function(hosts)
         return [np.asarray(0, np.int32)]
 
-    keras.ops.cond(
-        due > 0, lambda: adapter.host_call(on_host, values, [FLAG])[0], lambda: keras.ops.zeros((), "int32")
-    )
+    keras.ops.cond(due > 0, lambda: adapter.host_call(on_host, values, [FLAG])[0], lambda: keras.ops.zeros((), "int32"))
 
 
 def _replaced(values: list[Any], new: Mapping[int, Any]) -> list[Any]:

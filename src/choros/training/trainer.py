@@ -149,8 +149,7 @@ class Steps:
         self.optimizers = [optimizer for optimizer in optimizers_of(model) if reducer_of(optimizer) is not None]
         self._reducers = [reducer for each in self.optimizers if (reducer := reducer_of(each)) is not None]
         for number, reducer in enumerate(self._reducers, start=1):
-            if (name := f"optimizer {number}" if number > 1 else "") != reducer.reducer.name:
-                reducer.reducer.name = name
+            reducer.reducer.rename(f"optimizer {number}" if number > 1 else "")
             reducer.model = weakref.ref(model)
         if len({reducer.reducer.config.process_set for reducer in self._reducers}) > 1:
             raise ConfigError(

@@ -101,9 +101,12 @@ class GradientReducer:
     """
 
     def __init__(self, config: ReduceConfig, name: str = "") -> None:
+        """``name`` tells it from others whose gradients have the same shapes; the same on every rank."""
         self.config = config
-        self._membership: Membership | None = None
         self.name = name
+        self._membership: Membership | None = None
+        self._plans: dict[GradientLayout, Plan] = {}
+        self._plan: Plan | None = None
         self._scales = (1.0, 1.0)
         #: This rank's share of the examples in the last step of all ranks; ``None`` before the first step.
         self.share: float | None = None
@@ -125,16 +128,11 @@ class GradientReducer:
         self.compare_every, self.divergence = environment.compare_every, environment.divergence
         self.due: Comparison | None = None
 
-    @property
-    def name(self) -> str:
-        """What tells it from others whose gradients have the same shapes; the same on every rank."""
-        return self._name
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self._name = name
-        self._plan: Plan | None = None
-        self._plans: dict[GradientLayout, Plan] = {}
+    def rename(self, name: str) -> None:
+        """Gives it another name, between two steps, on every rank."""
+        if name != self.name:
+            self.name, self._plan = name, None
+            self._plans.clear()
 
     @property
     def active(self) -> bool:

@@ -90,14 +90,9 @@ class BackwardExchange:
         self._register(parameters)
 
     @property
-    def pending(self) -> bool:
-        """Whether a backward pass has computed gradients that are not reduced yet."""
-        return any(self._step.micro_batches)
-
-    @property
-    def complete(self) -> bool:
-        """Whether a gradient is that of all backward passes before a step, which is to come."""
-        return bool(self._step.complete)
+    def passes(self) -> int:
+        """The number of backward passes whose gradients are not reduced yet."""
+        return max(self._step.micro_batches, default=0)
 
     def reduce(self, parameters: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Returns the reduced gradients, ``None`` as zeros; to other parameters hooks move, and sent buckets go."""
