@@ -1113,3 +1113,16 @@ def case_the_way_of_a_step_is_short() -> None:
     shortest = min(steps, key=len)  # a thread's first call has one more
     assert 10 < len(shortest) <= 60, shortest
     assert len({file for file, _ in shortest}) <= 10, shortest
+
+
+def case_ranks_that_train_apart(caplog):
+    """As its optimizer is not distributed; one that makes the same updates on all of them is not warned of."""
+    x, y = data()
+    own = slice(hvd.rank(), None, hvd.size())
+    for rows, expected in ((own, hvd.rank() == 0), (slice(None), False)):
+        caplog.clear()
+        model = build(same_start=False)
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        model.fit(x[rows], y[rows], batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        assert len([each for each in caplog.messages if "trains the model" in each]) == expected

@@ -19,11 +19,12 @@ from choros.errors import ConfigError
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.observe.progress import page
+from choros.parallel.identical import are_identical
 from choros.parallel.objects import object_of_first
 from choros.parallel.reduce import noise
 from choros.settings import current
 from choros.training.first_rank import is_first
-from choros.training.keras_internals.fit import initial_epoch, set_initial_epoch
+from choros.training.keras_internals.fit import initial_epoch, set_initial_epoch, sync_jax_state
 from choros.training.keras_internals.models import is_built, overrides
 from choros.training.loading import time_loading
 from choros.training.metrics import (
@@ -99,7 +100,8 @@ class EpochCallback(keras.callbacks.Callback):
 @final
 class BroadcastGlobalVariablesCallback(EpochCallback):
     """Starts all ranks from the weights and the optimizer state of one rank, and the epoch of the first, before the
-    first step. What restores them on one rank, such as Keras' ``BackupAndRestore``, comes before this callback.
+    first step. What restores them on one rank, such as Keras' ``BackupAndRestore``, comes before this callback. Warns
+    after the first epoch if ranks train apart, as no optimizer of the model is distributed.
 
     Horovod broadcasts after the first batch, whose loss is then computed from different weights. So does this callback
     for a model on TensorFlow that infers its input shape from the first batch, as it has no weights before.
@@ -123,12 +125,13 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         self.root_rank = root_rank
         local = [local_variables] if hasattr(local_variables, "assign") else local_variables or ()
         self._left_out = {id(variable) for variable in local}
-        self._begins = False
+        self._begins = self._compares = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts if the model is built, else schedules the broadcast; a rank that came later has the weights."""
         super().on_train_begin(logs)
         self._begins = self._steps.epochs is None or not self._steps.epochs.is_late
+        self._compares = not (self._steps.optimizers or global_process_set.communicator.elastic)
         if self._begins or global_process_set.communicator.is_new:
             set_initial_epoch(self.model, object_of_first(lambda: initial_epoch(self.model)))
         if not self._begins:
@@ -151,6 +154,21 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
             raise ConfigError(
                 f"ranks begin with different epochs, {epochs}: what restores weights and epoch on one rank, such as "
                 "BackupAndRestore, must come before BroadcastGlobalVariablesCallback in the list of callbacks."
+            )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Ends the epoch's batches, and compares what ranks have trained in the first."""
+        super().on_epoch_end(epoch, logs)
+        compares, self._compares = self._compares, False
+        if not compares:
+            return
+        sync_jax_state(self.model)
+        trained = [each.value for each in self.model.trainable_variables if id(each) not in self._left_out]
+        if not are_identical(trained) and is_first():
+            _log.warning(
+                "each rank trains the model %r alone: none of its optimizers is distributed, and ranks have different "
+                "weights after their first epoch. Compile it with DistributedOptimizer(optimizer).",
+                self.model.name,
             )
 
     def _after_first_batch(self, batch: int, logs: Any = None) -> None:
