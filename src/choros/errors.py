@@ -144,8 +144,8 @@ class EngineError(ChorosError, RuntimeError):
     """
 
 
-class EngineUnavailable(EngineError):
-    """The engine cannot run here: something it requires is missing."""
+class EngineUnavailable(EngineError, ValueError):
+    """The engine cannot run here: something it requires is missing. Scripts for TPUs expect a ``ValueError``."""
 
 
 class ClosureCancelled(EngineError):

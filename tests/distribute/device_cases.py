@@ -631,7 +631,8 @@ def case_tpus_train_like_other_devices():
 
 def case_no_tpu():
     for make in (TPUStrategy, TPUClusterResolver.connect):
-        with pytest.raises(EngineUnavailable, match=r"platform 'cpu' and has found cpu:0, cpu:1"):
+        with pytest.raises(EngineUnavailable, match=r"platform 'cpu' and has found cpu:0, cpu:1") as caught:
             make()
+        assert isinstance(caught.value, ValueError)  # as TensorFlow's
     with pytest.raises(ConfigError, match="leave experimental_device_assignment"):
         TPUStrategy(HostDevices(), experimental_spmd_xla_partitioning=True)
