@@ -16,9 +16,9 @@ from typing import Any, cast
 import keras
 import numpy as np
 
-from choros.comm import Request
+from choros.comm import Reduction, Request
 from choros.comm.joining import Participation
-from choros.errors import ConfigError
+from choros.errors import ConfigError, StrategyError
 from choros.parallel.objects import object_of_first
 from choros.parallel.reduce.slices import Holders, check_process_set, log_memory
 from choros.training.host_gradients import tensor_of
@@ -103,6 +103,12 @@ class _DistributedMixin:
             with doing("giving_reduced"):
                 return own.apply_gradients(zip(reduced, variables, strict=True))
         reducer: Any = reducer_of(self)
+        if _is_in_fit(reducer):
+            raise StrategyError(
+                "apply_gradients(…, skip_gradients_aggregation=True) in a train_step of fit: the gradients are those of "
+                "this replica's rows, as tf.distribute's replica context has one replica there. Leave the argument "
+                "out, and clip by the optimizer's clipnorm or global_clipnorm, or train by strategy.run."
+            )
         slices = reducer.slices
         reduced = list(gradients) if slices is None else slices.cut(gradients, variables)
         reducer.ordering = None  # of the last reduction, which may have been in another function
@@ -172,6 +178,12 @@ class _DistributedMixin:
                 "already. Register it before the optimizer is built, or leave shard_state out."
             )
         reducer_of(self).local.append(var)  # type: ignore[union-attr]
+
+
+def _is_in_fit(reducer: OptimizerReducer) -> bool:
+    """Whether this is a step of several replicas in a strategy's ``fit``, which averages their gradients."""
+    averages = reducer.op is not None and reducer.op() is Reduction.AVERAGE
+    return averages and reducer.reducer.active and current_step() is not None
 
 
 def _build(optimizer: Any, variables: Sequence[Any]) -> None:

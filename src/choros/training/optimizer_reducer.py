@@ -79,7 +79,7 @@ class OptimizerReducer:
         self.commit: Callable[[], Callable[[], None] | None] = lambda: None
         self._configure = configure
         self._sparse_as_dense = sparse_as_dense
-        self._op = op
+        self.op = op
         self._sum_over_devices = sum_over_devices
         self._backward: BackwardExchange | None = None
         self._advice = advice
@@ -183,7 +183,7 @@ class OptimizerReducer:
             adapter = keras_arrays()
             gradients = [adapter.to_dense(g, tuple(v.shape)) for g, v in zip(gradients, variables, strict=True)]
         reducer = self.reducer
-        if self._op is not None and self._op() is Reduction.SUM:
+        if self.op is not None and self.op() is Reduction.SUM:
             if self._sum_over_devices is not None:
                 return self._sum_over_devices(gradients)
             reducer = self._summing
