@@ -255,3 +255,43 @@ def case_infinity_on_one_replica_skips_the_step_on_all():
         gradients=infinite,
         sums=lambda step: [sum(parts) for parts in zip(infinite(step, 0), infinite(step, 1), strict=True)],
     )
+
+
+def case_sums_and_recurrent_layers_of_a_batch_without_rows():
+    """The second batch has one row; iterated eagerly, the other replica's has the static shape (0, 3, 2)."""
+    if keras.backend.backend() != "tensorflow":
+        return
+    import tensorflow as tf
+
+    def made():
+        keras.utils.set_random_seed(1)
+        x = keras.Input((3, 2))
+        hidden = keras.layers.LSTM(4)(keras.layers.Add()([x, keras.layers.Dense(2)(x)]))
+        model = keras.Model(x, keras.layers.Add()([hidden, keras.layers.Dense(4)(hidden)]))
+        return model, keras.optimizers.SGD(0.1)
+
+    def trained(model, optimizer, run, batches, compiled):
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(model(x, training=True)))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        def distributed(batch):
+            run(step, args=(batch,))
+
+        distributed = tf.function(distributed) if compiled else distributed
+        for batch in batches:
+            distributed(batch)
+        return [weight.numpy() for weight in model.weights]
+
+    rows = np.random.default_rng(0).standard_normal((5, 3, 2)).astype("float32")
+    batches = tf.data.Dataset.from_tensor_slices(rows).batch(4)
+    expected = trained(*made(), lambda step, args: step(*args), batches, True)
+    here = distribute.MirroredStrategy()
+    for compiled in (False, True):
+        with here.scope():
+            model, optimizer = made()
+        own = trained(model, optimizer, here.run, here.experimental_distribute_dataset(batches), compiled)
+        for mine, theirs in zip(own, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)

@@ -475,6 +475,7 @@ def case_reduce_and_gather():
     assert reduce("SUM", numbers(), axis=None) == sum(range(N))
     assert reduce("MEAN", PerReplica(range(N)), axis=None) == (N - 1) / 2
     assert (reduce("SUM", 3, axis=None), reduce("MEAN", 3, axis=None)) == (3 * N, 3)
+    assert reduce("SUM", keras.Variable(3.0), axis=None) == 3 * N
     rows = np.arange(2.0 * (2 * N + 1)).reshape(-1, 2)
     assert_close(reduce("SUM", {"x": shard(rows)}, axis=0), {"x": rows.sum(0)})
     assert_close(reduce("MEAN", shard(rows), axis=0), rows.mean(0))

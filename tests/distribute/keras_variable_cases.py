@@ -97,6 +97,26 @@ def case_copies_that_are_aggregated_when_they_are_read():
         variable.assign_add(1.0)
 
 
+def case_collectives_of_variables():
+    """Their results are tensors of the framework; a copy that is not read is this replica's."""
+    here, context = strategy(), distribute.get_replica_context
+    with here.scope():
+        variable = keras.Variable([1.0, 2.0])
+        copies = keras.Variable(0.0, synchronization="on_read", aggregation="sum")
+    here.run(lambda: nothing(copies.assign(1.0 + choros.rank())))
+    sums = [
+        here.reduce("SUM", {"a": variable}, axis=None)["a"],
+        here.extended.reduce_to("SUM", variable, variable),
+        here.run(lambda: context().all_reduce("SUM", variable)),
+    ]
+    numbers = [here.reduce("SUM", variable, axis=0), here.reduce("SUM", copies, axis=None) * 2]
+    rows = [here.gather(variable, axis=0), here.run(lambda: context().all_gather(variable, axis=0))]
+    for result, expected in [(sums, [2.0, 4.0]), (numbers, 6.0), (rows, [1.0, 2.0, 1.0, 2.0])]:
+        assert all(map(keras.ops.is_tensor, result))
+        for each in result:
+            np.testing.assert_array_equal(keras.ops.convert_to_numpy(each), expected)
+
+
 def case_saved_copies():
     with strategy().scope():
         model = keras.Sequential([keras.Input((2,)), Keeper(aggregation="sum", synchronization="on_read")])

@@ -23,7 +23,7 @@ from choros.arrays import ArraySpec, adapter_of
 from choros.comm import Reduction, global_process_set, has_others
 from choros.comm.reduction import wide_dtype
 from choros.distribute.scope import enter_scope
-from choros.distribute.tf_functions import converted, windows_of_any_rows
+from choros.distribute.tf_functions import batches_of_any_rows, converted
 from choros.distribute.torch_objects import synchronized_torch_objects
 from choros.distribute.types import ReduceOp, of_first
 from choros.errors import ConfigError
@@ -32,6 +32,7 @@ from choros.parallel.compression.compressor import is_floating
 from choros.parallel.objects import allgather_object
 from choros.parallel.random_streams import tensorflow_numbers_of
 from choros.parallel.structure import leaves, map_structure
+from choros.training.variables import value_of
 
 #: One dimension, or several; ``None``: the replicas' values are reduced element by element.
 Axis = int | Sequence[int] | None
@@ -117,7 +118,7 @@ class ReplicaContext:
             >>> distribute.OneDeviceStrategy("cpu").run(step)
             2.0
         """
-        return self.strategy.replicas.all_reduce(ReduceOp.of(reduce_op), value)
+        return self.strategy.replicas.all_reduce(ReduceOp.of(reduce_op), values_of(value))
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Concatenates the replicas' values along ``axis``, on each replica. Gradients flow through it.
@@ -127,7 +128,7 @@ class ReplicaContext:
             axis: the dimension.
             options: has no effect.
         """
-        return self.strategy.replicas.all_gather(value, axis)
+        return self.strategy.replicas.all_gather(values_of(value), axis)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -189,7 +190,7 @@ class ProcessReplicas(Replicas):
             if several and sys.modules.get("torch") is not None:
                 stack.enter_context(synchronized_torch_objects(rank))
             if several and sys.modules.get("tensorflow") is not None:
-                stack.enter_context(windows_of_any_rows())
+                stack.enter_context(batches_of_any_rows())
                 stack.enter_context(tensorflow_numbers_of(rank))
             return converted(function)(*of_first(tuple(args)), **of_first(dict(kwargs)))
 
@@ -258,6 +259,11 @@ class ProcessReplicas(Replicas):
         shape = tuple(None if dimension == axis else n for dimension, n in enumerate(spec.shape))
         (result,) = adapter.host_call(strings_on_host, [value], [ArraySpec(shape, spec.dtype)])
         return result
+
+
+def values_of(structure: Any) -> Any:
+    """Replaces every Keras variable in ``structure`` by its value."""
+    return map_structure(value_of, structure)
 
 
 def _meanable(op: ReduceOp, value: Any) -> Any:

@@ -18,13 +18,14 @@ from typing import Any, ClassVar, final
 from choros.distribute import datasets
 from choros.distribute.fit.training import Training
 from choros.distribute.keras_hook import patch_keras
-from choros.distribute.replicas import Axis, Replicas
+from choros.distribute.replicas import Axis, Replicas, values_of
 from choros.distribute.saving import guard_saving
 from choros.distribute.scope import current_replica, enter_scope, strategy_of
 from choros.distribute.tf_functions import leave_unconverted
 from choros.distribute.types import InputContext, InputOptions, PerReplica, ReduceOp, ValueContext, per_replica
 from choros.distribute.variables import follow_variables
 from choros.errors import ConfigError, StrategyError
+from choros.training.thread import doing
 
 
 class Strategy(ABC):
@@ -161,7 +162,8 @@ class Strategy(ABC):
             1.5
         """
         self._check_not_in_replica("reduce", "get_replica_context().all_reduce(…)")
-        return self.replicas.reduce(ReduceOp.of(reduce_op), value, axis)
+        with doing("using_own_copy"):  # of ``on_read`` variables
+            return self.replicas.reduce(ReduceOp.of(reduce_op), values_of(value), axis)
 
     @final
     def gather(self, value: Any, axis: int) -> Any:
@@ -176,7 +178,8 @@ class Strategy(ABC):
             StrategyError: the program is in a replica.
         """
         self._check_not_in_replica("gather", "get_replica_context().all_gather(…)")
-        return self.replicas.gather(value, axis)
+        with doing("using_own_copy"):
+            return self.replicas.gather(values_of(value), axis)
 
     @final
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:

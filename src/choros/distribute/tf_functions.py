@@ -4,7 +4,8 @@ AutoGraph converts what a ``tf.function`` calls, but no libraries; here it leave
 TensorFlow's own strategies, which convert the functions of the user's that they are given.
 
 TensorFlow's oneDNN kernels of convolutions and pooling, on the CPU, return wrong shapes of a batch without rows, or end
-the process: Keras' functions get a row of zeros instead, and results are cut to none, with zero gradients.
+the process: Keras' functions get a row of zeros instead, and results are cut to none, with zero gradients. Keras'
+``add`` takes what it adds for a bias if that has the static shape (0, n).
 """
 
 import functools
@@ -44,26 +45,27 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def windows_of_any_rows() -> Iterator[None]:
-    """A block in which Keras' convolutions and pooling take batches without rows."""
-    if "keras" not in sys.modules or not _on_cpu():
+def batches_of_any_rows() -> Iterator[None]:
+    """A block in which Keras' additions, convolutions and pooling take batches without rows."""
+    keras = sys.modules.get("keras")
+    if keras is None or keras.backend.backend() != "tensorflow":
         yield
         return
-    from choros.training.keras_internals.models import patched_windows
+    from choros.training.device import tensorflow_gpu
+    from choros.training.keras_internals.models import patched_operations
 
-    with patched_windows(_of_any_rows):
+    with patched_operations(_add, _window if tensorflow_gpu() is None else None):
         yield
 
 
-def _on_cpu() -> bool:
+def _add(own: Callable[..., Any], x1: Any, x2: Any) -> Any:
     import keras
 
-    from choros.training.device import tensorflow_gpu
+    # Of no numbers the sum is the difference.
+    return keras.ops.subtract(x1, x2) if 0 in getattr(x2, "shape", ()) else own(x1, x2)
 
-    return keras.backend.backend() == "tensorflow" and tensorflow_gpu() is None
 
-
-def _of_any_rows(own: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _window(own: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
     import tensorflow as tf
 
     def of_no_rows() -> Any:

@@ -411,12 +411,15 @@ def is_functional(layer: Any) -> bool:
 
 
 @contextmanager
-def patched_windows(replacement: Callable[..., Any]) -> Iterator[None]:
-    """A context in which Keras calls TensorFlow's convolutions and pooling through ``replacement(own, inputs, …)``."""
-    from keras.src.backend.tensorflow import nn
+def patched_operations(add: Callable[..., Any], window: Callable[..., Any] | None) -> Iterator[None]:
+    """A context in which Keras calls TensorFlow's ``add`` through ``add(own, x1, x2)``, and convolutions and pooling
+    through ``window(own, inputs, …)``, if given.
+    """
+    from keras.src.backend.tensorflow import nn, numpy
 
     names = ("average_pool", "conv", "conv_transpose", "depthwise_conv", "max_pool", "separable_conv")
-    with replaced(nn, **{name: functools.partial(replacement, getattr(nn, name)) for name in names}):
+    windows = {name: functools.partial(window, getattr(nn, name)) for name in names} if window else {}
+    with replaced(nn, **windows), replaced(numpy, add=functools.partial(add, numpy.add)):
         yield
 
 
