@@ -173,6 +173,30 @@ def case_gradients_that_the_step_has_reduced(skip):
     check(lambda: keras.optimizers.SGD(0.1), apply=apply)
 
 
+def case_batch_normalization_of_a_batch_without_rows():
+    """The replica without rows keeps its statistics; in a compiled function it may not know how many rows there are."""
+    here = distribute.MirroredStrategy()
+    with here.scope():
+        layer = keras.layers.BatchNormalization(momentum=0.5)
+        layer.build((None, 2))
+    rows = np.array([[1.0, 2.0], [3.0, 6.0]], "float32")[: 2 if choros.rank() == 0 else 0]
+
+    def run(rows):
+        return here.run(lambda: layer(rows, training=True))
+
+    runs = [run]
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        runs += [tf.function(run), tf.function(run, input_signature=[tf.TensorSpec((None, 2))])]
+    for each in runs:
+        layer.moving_mean.assign([8.0, 8.0])
+        outputs = keras.ops.convert_to_numpy(each(keras.ops.convert_to_tensor(rows)))
+        np.testing.assert_allclose(outputs, np.array([[-1, -1], [1, 1]])[: len(rows)], rtol=1e-2)
+        means = [keras.ops.convert_to_numpy(weight) for weight in layer.non_trainable_variables]
+        assert all(np.isfinite(each).all() for each in means), means
+
+
 class StepThatReduces(keras.Model):
     def __init__(self):
         super().__init__()

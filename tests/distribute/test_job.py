@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from choros.distribute import job
+from choros import distribute
+from choros.distribute import job, strategy
 from choros.distribute.replicas import ProcessReplicas
 from choros.topology import Topology
 
@@ -19,3 +20,15 @@ def test_a_lone_process_says_how_to_have_more_replicas(monkeypatch, caplog, topo
     replicas, _ = job.replicas_of(topology)
     assert isinstance(replicas, ProcessReplicas)
     assert ("chorosrun -np N python" in caplog.text) == reported
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (0, 1)])
+def test_ranks_with_the_default_strategy_say_that_each_trains_alone(monkeypatch, caplog, rank, size):
+    monkeypatch.setattr(strategy, "is_initialized", lambda: False)
+    monkeypatch.setattr(strategy, "detect", lambda _: Topology(rank=rank, size=size))
+    strategy._warn_of_several_ranks.cache_clear()
+    for _ in range(2):
+        with distribute.get_strategy().scope():
+            pass
+    assert len(caplog.records) == ((rank, size) == (0, 2))
+    assert all("scope of a MirroredStrategy()" in each.message for each in caplog.records)

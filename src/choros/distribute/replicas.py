@@ -189,8 +189,9 @@ class ProcessReplicas(Replicas):
             stack.enter_context(enter_scope(strategy, ReplicaContext(strategy, rank)))
             if several and sys.modules.get("torch") is not None:
                 stack.enter_context(synchronized_torch_objects(rank))
-            if several and sys.modules.get("tensorflow") is not None:
+            if several and sys.modules.get("keras") is not None:
                 stack.enter_context(batches_of_any_rows())
+            if several and sys.modules.get("tensorflow") is not None:
                 stack.enter_context(tensorflow_numbers_of(rank))
             return converted(function)(*of_first(tuple(args)), **of_first(dict(kwargs)))
 

@@ -8,13 +8,16 @@ A strategy is composed of two parts:
 
 from __future__ import annotations
 
+import logging
+import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, final
 
+from choros.comm import is_initialized, topology
 from choros.distribute import datasets
 from choros.distribute.fit.training import Training
 from choros.distribute.keras_hook import patch_keras
@@ -25,7 +28,10 @@ from choros.distribute.tf_functions import leave_unconverted
 from choros.distribute.types import InputContext, InputOptions, PerReplica, ReduceOp, ValueContext, per_replica
 from choros.distribute.variables import follow_variables
 from choros.errors import ConfigError, StrategyError
+from choros.topology.environments import detect
 from choros.training.thread import doing
+
+_log = logging.getLogger("choros")
 
 
 class Strategy(ABC):
@@ -267,6 +273,8 @@ class _Scope(AbstractContextManager[Strategy]):
     def __enter__(self) -> Strategy:
         strategy, replicas = self._strategy, self._strategy.replicas
         guard_saving()
+        if strategy.is_default:
+            _warn_of_several_ranks()
         with ExitStack() as stack:
             following = strategy._following_variables()
             for block in (enter_scope(strategy), replicas.on_device(), patch_keras(strategy), following):
@@ -276,6 +284,19 @@ class _Scope(AbstractContextManager[Strategy]):
 
     def __exit__(self, *exception: Any) -> bool | None:
         return self._entered.pop().__exit__(*exception)
+
+
+@cache
+def _warn_of_several_ranks() -> None:
+    """Says once that ranks which use the default strategy do not train together."""
+    job = topology() if is_initialized() else detect(os.environ)
+    if job.size > 1 and job.rank == 0:
+        _log.warning(
+            "the scope of the default strategy was entered, and this job has %d ranks: models that are created in it "
+            "are not distributed, so each rank trains its own, on all rows. Create them in the scope of a "
+            "MirroredStrategy(), or of a MultiWorkerMirroredStrategy() for several hosts.",
+            job.size,
+        )
 
 
 @final

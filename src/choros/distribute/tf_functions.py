@@ -11,7 +11,7 @@ the process: Keras' functions get a row of zeros instead, and results are cut to
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 
@@ -46,15 +46,16 @@ def converted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def batches_of_any_rows() -> Iterator[None]:
-    """A block in which Keras' additions, convolutions and pooling take batches without rows."""
-    keras = sys.modules.get("keras")
-    if keras is None or keras.backend.backend() != "tensorflow":
-        yield
-        return
-    from choros.training.device import tensorflow_gpu
-    from choros.training.keras_internals.models import patched_operations
+    """A block in which Keras' normalisations, additions, convolutions and pooling take batches without rows."""
+    import keras
 
-    with patched_operations(_add, _window if tensorflow_gpu() is None else None):
+    from choros.training.device import tensorflow_gpu
+    from choros.training.keras_internals.models import patched_operations, statistics_of_any_rows
+
+    with ExitStack() as stack:
+        stack.enter_context(statistics_of_any_rows())
+        if keras.backend.backend() == "tensorflow":
+            stack.enter_context(patched_operations(_add, _window if tensorflow_gpu() is None else None))
         yield
 
 

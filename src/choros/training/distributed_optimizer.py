@@ -105,8 +105,8 @@ class _DistributedMixin:
         reducer: Any = reducer_of(self)
         if _is_in_fit(reducer):
             raise StrategyError(
-                "apply_gradients(…, skip_gradients_aggregation=True) in a train_step of fit: the gradients are those of "
-                "this replica's rows, as tf.distribute's replica context has one replica there. Leave the argument "
+                "apply_gradients(…, skip_gradients_aggregation=True) in a train_step of fit: its gradients are those "
+                "of this replica's rows, as tf.distribute's replica context has one replica there. Leave the argument "
                 "out, and clip by the optimizer's clipnorm or global_clipnorm, or train by strategy.run."
             )
         slices = reducer.slices

@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -408,6 +408,23 @@ def is_functional(layer: Any) -> bool:
     return isinstance(layer, keras.Sequential) or (
         isinstance(layer, Functional) and bool(functional_like_constructor(type(layer)))
     )
+
+
+def statistics_of_any_rows() -> AbstractContextManager[None]:
+    """A context in which ``BatchNormalization`` keeps its statistics in batches without rows, as that of Keras 2 does.
+    Those that other functions normalise by (``normalize_by``) are not concerned.
+    """
+    own = keras.layers.BatchNormalization._moments
+
+    def moments(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        rows, kept = keras.ops.shape(inputs)[0], (layer.moving_mean, layer.moving_variance)
+        if isinstance(rows, int):
+            return own(layer, inputs, mask) if rows else tuple(keras.ops.cast(each, inputs.dtype) for each in kept)
+        pairs = zip(own(layer, inputs, mask), kept, strict=True)
+        mean, variance = (keras.ops.where(rows > 0, new, keras.ops.cast(each, new.dtype)) for new, each in pairs)
+        return mean, variance
+
+    return replaced(keras.layers.BatchNormalization, _moments=moments)
 
 
 @contextmanager
