@@ -292,9 +292,9 @@ def _warn_of_several_ranks() -> None:
     job = topology() if is_initialized() else detect(os.environ)
     if job.size > 1 and job.rank == 0:
         _log.warning(
-            "the scope of the default strategy was entered, and this job has %d ranks: models that are created in it "
-            "are not distributed, so each rank trains its own, on all rows. Create them in the scope of a "
-            "MirroredStrategy(), or of a MultiWorkerMirroredStrategy() for several hosts.",
+            "the scope of the default strategy was entered, and this job has %d ranks: it distributes nothing, so that "
+            "each rank trains its own model, on all rows. Create models in the scope of a MirroredStrategy(), or of a "
+            "MultiWorkerMirroredStrategy() for several hosts.",
             job.size,
         )
 

@@ -1,4 +1,4 @@
-"""What TensorFlow's functions need to run in a replica: AutoGraph, and batches without rows.
+"""What functions of TensorFlow and Keras need to run in a replica: AutoGraph, and batches without rows.
 
 AutoGraph converts what a ``tf.function`` calls, but no libraries; here it leaves out choros, too, as it does
 TensorFlow's own strategies, which convert the functions of the user's that they are given.
