@@ -2,8 +2,8 @@
 
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
 ``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, with the seed of
-``loader``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows, FIT_HELD_OUT that of rows
-for validation, FIT_STEPS that of steps of an epoch, of which three are one pass then, FIT_VERBOSE what ``fit`` prints,
+``loader`` and ``permuted``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows,
+FIT_HELD_OUT that of rows for validation, FIT_STEPS that of steps of an epoch, of which three are one pass then, FIT_VERBOSE what ``fit`` prints,
 FIT_SCALED whether the loss is scaled, FIT_MOMENTUM
 whether the momentum is 1, so that the optimizer's state counts, FIT_CLOSED whether standard input and error are closed.
 With CHOROS_OVERLAP=1 there are three layers of weights, and each is a bucket.
@@ -85,7 +85,10 @@ def dataset(x, y):
 
         source = grain.MapDataset.range(len(x)).shuffle(seed=1).map(lambda row: (x[row], y[row]))
         return source.to_iter_dataset().batch(BATCH)
-    return Batches(x, y) if kind == "py_dataset" else (x, y)
+    if kind == "permuted":
+        order = np.random.default_rng(int(seed)).permutation(len(x))
+        x, y = x[order], y[order]
+    return Batches(x, y) if kind in ("py_dataset", "permuted") else (x, y)
 
 
 for descriptor in (0, 2) if "FIT_CLOSED" in os.environ else ():

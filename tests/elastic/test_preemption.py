@@ -137,13 +137,17 @@ def test_a_job_that_goes_on_ends_as_one_that_was_not_interrupted(api, ranks, fau
             assert report == expected
 
 
-@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_a_job_that_goes_on_with_data_in_another_order_says_so(seed, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "seed"), [pytest.param("permuted", 1, marks=pytest.mark.nightly), ("permuted", 2), ("loader", 2)]
+)
+def test_a_job_that_goes_on_with_data_in_another_order_says_so(kind, seed, tmp_path):
+    """The generator of a ``DataLoader`` goes on from the commit, whatever its seed."""
     given = {"more": ("--commit-dir", tmp_path, "--commit-steps", 4), "least": 1, "ranks": 1}
-    fit("torch", "0@6=SIGKILL!", code=-signal.SIGKILL, data="loader:1", **given)
-    ended, (report,) = fit("torch", "", data=f"loader:{seed}", **given)
+    fit("torch", "0@6=SIGKILL!", code=-signal.SIGKILL, data=f"{kind}:1", **given)
+    ended, (report,) = fit("torch", "", data=f"{kind}:{seed}", **given)
+    differs = (kind, seed) == ("permuted", 2)
     assert "training goes on in epoch 1" in ended.err
-    assert (report["wrong"] != {}) == ("the data are not in the order of the run" in ended.err) == (seed == 2)
+    assert (report["wrong"] != {}) == ("the data are not in the order of the run" in ended.err) == differs
 
 
 def test_a_rank_that_gets_the_signal_only_after_its_commit_ends_as_the_others(tmp_path):
