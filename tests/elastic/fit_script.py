@@ -3,9 +3,9 @@
 Arguments: ``strategy`` or ``horovod``, the API; who is killed when, such as ``1@5,2@70``: rank 1 before its step 5 (see
 ``faults.py``); a directory for checkpoints, if they are wanted. FIT_DATA is the kind of data, with the seed of
 ``loader`` and ``permuted``; FIT_MICRO_BATCHES the number of micro-batches of an update, FIT_ROWS that of rows,
-FIT_HELD_OUT that of rows for validation, FIT_STEPS that of steps of an epoch, of which three are one pass then, FIT_VERBOSE what ``fit`` prints,
-FIT_SCALED whether the loss is scaled, FIT_MOMENTUM
-whether the momentum is 1, so that the optimizer's state counts, FIT_CLOSED whether standard input and error are closed.
+FIT_HELD_OUT that of rows for validation, FIT_STEPS that of steps of an epoch, of which three are one pass then,
+FIT_VERBOSE what ``fit`` prints, FIT_SCALED whether the loss is scaled, FIT_MOMENTUM whether the momentum is 1, so that
+the optimizer's state counts, FIT_CLOSED whether standard input and error are closed.
 With CHOROS_OVERLAP=1 there are three layers of weights, and each is a bucket.
 Prints a line of JSON on each rank. New ranks, and those that are started again, have no faults.
 """
