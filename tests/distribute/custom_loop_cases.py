@@ -156,6 +156,7 @@ def case_calls_of_the_host_are_ordered_in_a_compiled_step():
 
     calls = [each for each in graph.get_operations() if calls_the_host(each)]
     assert [each.type for each in calls] == ["PyFunc", "If", "PyFunc"]  # gradients, the comparison, the loss
+    assert [any(tensor.dtype == tf.resource for tensor in each.inputs) for each in calls] == [False, True, False]
     for earlier, later in pairwise(calls):
         assert earlier in later.control_inputs
 
