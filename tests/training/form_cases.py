@@ -39,6 +39,8 @@ LOSSES: dict[str, tuple[Callable[[Any, Any, Any], Any], Form | None]] = {
     "sum of a part": (lambda x, m, w: ops.sum((x @ w)[:, :2]), SUM),
     "one after the other": (lambda x, m, w: ops.mean(ops.concatenate([x @ w, -ops.square(x @ w)], axis=0)), MEAN),
     "sum of both": (lambda x, m, w: ops.sum(ops.concatenate([x @ w, -ops.square(x @ w)], axis=0)), SUM),
+    "first of both": (lambda x, m, w: ops.mean(ops.concatenate([x @ w, -x @ w], axis=0)[: ops.shape(x)[0]]), MEAN),
+    "transposed": (lambda x, m, w: ops.mean(ops.conv_transpose(x[:, :, None], w[:, :, None], strides=2)), MEAN),
     "product over the rows": (lambda x, m, w: ops.sum(ops.transpose(x) @ x @ w), SUM),
     "rows with rows": (lambda x, m, w: ops.mean(ops.tanh(x @ ops.transpose(x)) @ x @ w), MEAN),
     "a power": (lambda x, m, w: ops.sum(ops.power(2.0, x @ w) + ops.power(ops.abs(x), ops.abs(x))[:, :3]), SUM),
@@ -122,6 +124,8 @@ def case_lengths_of_tensorflows_arrays():
             # A constant that is a multiple of the rows may be another number.
             expected = {SUM} if length in others else {MEAN, None} if known else {MEAN}
             assert found in expected, (known, length)
+        # Half of each rank's rows are not half of all.
+        assert form(lambda x, m, w: tf.reduce_mean((x @ w)[: tf.shape(x)[0] // 2]), ROWS, known) is None
 
 
 def case_forms_of_few_rows():

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from choros.comm.request import is_users
-from choros.training.forms import CONSTANT, COUNT, MEAN, Form, Reading, ValueForm
+from choros.training.forms import CONSTANT, COUNT, MEAN, Dependence, Form, Reading, ValueForm
 
 _KNOWN, _READINGS = "_choros_known", "_choros_readings"
 _SAME = ("Cast", "CheckNumerics", "EnsureShape", "Identity", "Neg", "PreventGradient", "Snapshot", "StopGradient")
@@ -131,11 +131,13 @@ class _Graph:
         if kind in ("BroadcastTo", "Fill"):
             filled = operands[kind == "Fill"]
             return reading.broadcast(filled, shape, range(len(shape) - len(filled.shape), len(shape)))
-        if kind == "Shape":
-            return ValueForm(shape)
+        if kind == "Shape" or (kind == "Pack" and made.dtype.is_integer and _are_numbers(operands)):
+            return ValueForm(shape)  # a shape, as that of what Conv2DTranspose makes
         length = self._length(made, operands, shape) if kind in _OF_LENGTHS else None
         if length is not None:
             return length
+        if kind in ("Slice", "StridedSlice") and _are_numbers(operands[1:]):
+            return reading.apply(operands[:1], shape)  # by numbers of rows, such as that of the first of two batches
         if kind in ("Select", "SelectV2"):
             condition, if_true, if_false = operands
             return reading.select([condition, if_false, if_true], shape)
@@ -219,6 +221,10 @@ class _Graph:
             ValueForm((), frozenset((form,))) if length is None else ValueForm((), number=float(length))
             for form, length in zip(forms, array.shape, strict=True)
         ]
+
+
+def _are_numbers(values: Sequence[ValueForm]) -> bool:
+    return all({form.kind for form in each.forms} == {Dependence.NUMBER} for each in values)
 
 
 def _shape(tensor: Any) -> tuple[int | None, ...]:
