@@ -955,6 +955,8 @@ def case_invalid_uses_raise_errors_with_advice():
         model.fit(*data(), batch_size=1, verbose=0)
     with pytest.raises(ConfigError, match="chorosrun -np 3"):
         distribute.MirroredStrategy(devices=["cpu:0", "cpu:1", "cpu:2"])
+    with pytest.raises(ConfigError, match=r"one per process\. Leave devices out"):
+        distribute.MirroredStrategy(devices=[])
     with pytest.raises(ConfigError, match="multiple of 2"):
         distribute.InputContext(2, 0, 2).get_per_replica_batch_size(33)
     # After these errors, the next collective works.

@@ -109,9 +109,10 @@ def replicas_of(
                 )
             return on_devices(chosen)
     if devices is not None and len(devices) != topology.size:
+        advice = f"Start the script with chorosrun -np {len(devices)}, or leave" if devices else "Leave"
         raise ConfigError(
             f"devices={list(devices)!r} requests {len(devices)} replicas, but this job has {topology.size}: one per "
-            f"process. Start the script with chorosrun -np {len(devices)}, or leave devices out."
+            f"process. {advice} devices out."
         )
     if topology.size == 1 and topology.launcher == Topology().launcher:
         _warn_of_one_replica()

@@ -133,8 +133,8 @@ def _check_dense(arrays: Any) -> None:
     for leaf in leaves(arrays):
         if type(leaf).__name__ in ("SparseTensor", "RaggedTensor") or hasattr(leaf, "tocsr"):
             raise ConfigError(
-                f"a strategy cannot shard the rows of a {type(leaf).__name__}: pass dense arrays, or a data set, such "
-                "as tf.data.Dataset.from_tensor_slices((x, y)).batch(64)."
+                f"a strategy cannot shard the rows of a {type(leaf).__name__}: pass dense arrays, such as "
+                "x.toarray() of SciPy's, or a data set of batches, such as a keras.utils.PyDataset."
             )
 
 
