@@ -97,6 +97,22 @@ def test_epochs_of_fewer_steps_go_on_where_the_one_before_has_ended(framework, a
 
 
 @pytest.mark.parametrize(
+    ("framework", "api", "given"),
+    [
+        ("torch", "horovod", "images"),
+        ("tensorflow", "strategy", "pairs"),
+        pytest.param("torch", "strategy", "pairs", marks=pytest.mark.nightly),
+        pytest.param("jax", "horovod", "images", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_step_of_ones_own_gets_what_lost_ranks_have_left_in_the_form_of_all_batches(framework, api, given):
+    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0, "--chaos", "kill:rank=1@step=7")
+    first, second = script_reports("own_step_script.py", api, given, framework=framework, flags=flags)
+    assert first == second
+    assert (first["forms"], first["size"]) == (1, 2)
+
+
+@pytest.mark.parametrize(
     ("framework", "api"),
     [
         pytest.param("torch", "strategy", marks=pytest.mark.nightly),

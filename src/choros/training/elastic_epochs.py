@@ -12,9 +12,10 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import keras
+import numpy as np
 
 from choros.comm import NEWCOMER, global_process_set, on_change
 from choros.comm.primitives import Change
@@ -23,11 +24,16 @@ from choros.data.plan import Ledger, ShardBatches
 from choros.elastic.preemption import end_job, job_ends, leave_if_asked, watch_signals
 from choros.errors import PeerLostError
 from choros.parallel.identical import digest
-from choros.parallel.structure import leaves
+from choros.parallel.structure import leaves, map_structure
 from choros.settings import current
+from choros.training.keras_internals.models import own_methods
 from choros.training.replaced import replaced
 
 _log = logging.getLogger("choros")
+_NOT_DISTRIBUTED = (
+    "no optimizer of the model is distributed, as with LocalSGDCallback and DiLoCoCallback, so that ranks do not count "
+    "each other's steps, and a lost rank's rows are left out in this epoch and in those that follow."
+)
 
 
 @final
@@ -70,8 +76,9 @@ class ElasticEpochs:
     @contextmanager
     def following(self) -> Iterator[None]:
         """The context of ``fit``, which follows what happens to the ranks; if too few are left, they commit."""
-        if self.data.doubt is not None and global_process_set.rank() == 0:
-            _log.warning("if a rank is lost, not every example of the epoch is used exactly once: %s", self.data.doubt)
+        doubt = self.data.doubt if self._steps.optimizers else _NOT_DISTRIBUTED
+        if doubt is not None and global_process_set.rank() == 0:
+            _log.warning("if a rank is lost, not every example of the epoch is used exactly once: %s", doubt)
         with ExitStack() as stack:
             stack.callback(setattr, self, "ledger", None)
             stack.callback(on_change(self._on_change))
@@ -207,6 +214,8 @@ class ElasticEpochs:
             self._committed = 0
             for batch in self.data.batches(ledger.of_rank(communicator.rank), ledger.epoch):
                 x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+                if "train_step" in own_methods(model) and weights is None and self._class_weight is None:
+                    x, y = _AsInFit(batch), None
                 with replaced(model, reset_metrics=lambda: None):  # train_on_batch would
                     model.train_on_batch(x, y, weights, self._class_weight)
                 self.between_steps()
@@ -234,3 +243,20 @@ class ElasticEpochs:
         for rank in change.joined:
             ledger = ledger.joined(rank)
         self.ledger = ledger
+
+
+class _AsInFit(NamedTuple):
+    """A batch that ``train_on_batch`` would hand to the user's own step as ``(x, None, None)`` or ``(x, y, None)``."""
+
+    batch: Any
+
+
+def as_in_fit(data: Any) -> Any:
+    """What a training step receives, in the form in which ``fit`` passes it."""
+    if not (isinstance(data, tuple) and data and isinstance(data[0], _AsInFit)):
+        return data
+
+    def tensor(leaf: Any) -> Any:
+        return keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    return map_structure(tensor, data[0].batch) if keras.backend.backend() == "torch" else data[0].batch

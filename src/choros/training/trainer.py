@@ -26,7 +26,7 @@ from choros.parallel.structure import map_structure
 from choros.training import distributed_optimizer
 from choros.training.absent_rows import step_without_rows
 from choros.training.distributed_optimizer import move_outwards, receive_weights, reducer_of, trained_by
-from choros.training.elastic_epochs import ElasticEpochs
+from choros.training.elastic_epochs import ElasticEpochs, as_in_fit
 from choros.training.evaluation import Evaluation
 from choros.training.files import complete_files
 from choros.training.keras_internals.fit import (
@@ -332,6 +332,7 @@ class Steps:
         def step(*args: Any) -> Any:
             if current_step() is not None:  # wrapped again: the program has replaced the method by one that calls it
                 return own(*args)
+            args = (*args[:-1], as_in_fit(args[-1]))
             if kind == "train" and _is_compiled(args):
                 page.note_compiling()
             is_elastic = kind == "train" and self.epochs is not None
