@@ -12,13 +12,12 @@ import numpy as np
 from choros.arrays import ArraySpec
 from choros.arrays.jax_arrays import JaxArrays
 from choros.comm import Array
-from choros.comm.fusion import Layout
 from choros.comm.request import JOINED
 from choros.errors import ConfigError, MismatchError, NotInitializedError
 from choros.jax.collectives import paths_of
 from choros.jax.division import of_models, trained_of
 from choros.parallel.identical import check_identical
-from choros.parallel.reduce.gradients import SliceLayout
+from choros.parallel.reduce.gradients import DenseLayout, GradientLayout
 from choros.parallel.reduce.reducer import GradientReducer
 
 ADAPTER = JaxArrays()
@@ -37,11 +36,11 @@ class GradientReduction:
     def __init__(self, reducer: GradientReducer, *, shards_state: bool = False) -> None:
         self.reducer = reducer
         self.shards_state = shards_state
-        self.layout: Layout | None = None
+        self.layout: GradientLayout | None = None
 
     def know(self, gradients: Mapping[int, Any]) -> None:
         """Notes the layout of these gradients, or of their parameters."""
-        self.layout = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in gradients.values())
+        self.layout = tuple(DenseLayout(leaf.shape, np.dtype(leaf.dtype)) for leaf in gradients.values())
 
     def check_initialized(self) -> None:
         """An error before ``init()``."""
@@ -73,7 +72,7 @@ class GradientReduction:
         return structure.unflatten(leaves)
 
     def reduce_slices(
-        self, gradients: Sequence[Any], layout: Sequence[SliceLayout], shapes: Sequence[Any], params: Any, examples: Any
+        self, gradients: Sequence[Any], layout: Sequence[DenseLayout], shapes: Sequence[Any], params: Any, examples: Any
     ) -> tuple[list[Any], Any]:
         """Returns this rank's items of the reduced gradients, in ``shapes`` (``None``: it has none), and a number, 0,
         that is known only when the step runs.

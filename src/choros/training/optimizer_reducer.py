@@ -22,7 +22,7 @@ from choros.comm import Array, Reduction, global_process_set
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.identical import Comparison, check_identical
-from choros.parallel.reduce.gradients import Gradient, GradientLayout, RowsLayout, SliceLayout, numbered, variables_of
+from choros.parallel.reduce.gradients import DenseLayout, Gradient, GradientLayout, RowsLayout, numbered, variables_of
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import BackwardExchange, are_replaceable
@@ -331,13 +331,8 @@ class OptimizerReducer:
         flags: Callable[[], int],
     ) -> list[Any]:
         """Returns what this rank receives of the sums."""
-        own: dict[int, Any] = dict(enumerate(layout))
-        for index, each in enumerate(layout):
-            if isinstance(each, SliceLayout | RowsLayout) and each.ranges:
-                items = each.items(slices.rank)
-                own[index] = each.of_rank(slices.rank) if isinstance(each, RowsLayout) else ((items,), each.dtype)
-                if not items:
-                    del own[index]
+        rank = slices.rank
+        own = {n: each.of_rank(rank) for n, each in enumerate(layout) if not each.ranges or each.items(rank)}
 
         def on_host(hosts: Sequence[Array], given: list[Gradient], out: Sequence[Array] | None) -> list[Gradient]:
             targets = None
@@ -360,11 +355,8 @@ class OptimizerReducer:
                 f"shard_state=True: {variable.path} has a gradient of rows, and is not cut between rows, as the tables "
                 "of keras.layers.Embedding are: use this layer, or pass sparse_as_dense=True."
             )
-        if slices is None or (divided := slices.layout_of(variable)) is None:
-            return layout
-        if isinstance(layout, RowsLayout):
-            return layout._replace(ranges=divided.ranges)
-        return divided._replace(dtype=layout[1])
+        divided = None if slices is None else slices.layout_of(variable)
+        return layout if divided is None else layout._replace(ranges=divided.ranges)
 
     def _reduce_buckets(
         self, reducer: GradientReducer, gradients: list[Any], layout: GradientLayout, examples: Any
@@ -443,13 +435,13 @@ class OptimizerReducer:
         def early(layout: GradientLayout, reduced: list[Gradient]) -> None:
             on_early(self._accumulated(variables, layout, reduced))
 
-        dense: list[Any] = [(tuple(v.shape), dtype_of(v)) for v in variables]
+        dense: list[Any] = [DenseLayout(tuple(v.shape), dtype_of(v)) for v in variables]
         if self.slices is not None:
             dense = [self.slices.layout_of(v) or each for v, each in zip(variables, dense, strict=True)]
         sparse: list[GradientLayout] = []
         if keras.backend.backend() == "tensorflow" and not self._sparse_as_dense and any(map(is_embedding, variables)):
             for index_dtype in (np.dtype(np.int32), np.dtype(np.int64)):
-                rows = [RowsLayout(each[0], each[1], index_dtype, ranges=getattr(each, "ranges", ())) for each in dense]
+                rows = [RowsLayout(each.shape, each.dtype, index_dtype, ranges=each.ranges) for each in dense]
                 pairs = zip(variables, dense, rows, strict=True)
                 sparse += [tuple(of_rows if is_embedding(v) else each for v, each, of_rows in pairs)]
         return self.reducer.participation(tuple(dense), update, sparse, early)
