@@ -19,6 +19,7 @@ from choros.jax.division import of_models, trained_of
 from choros.parallel.identical import check_identical
 from choros.parallel.reduce.gradients import DenseLayout, GradientLayout
 from choros.parallel.reduce.reducer import GradientReducer
+from choros.parallel.structure import with_items
 
 ADAPTER = JaxArrays()
 _ADVICE = "Start all ranks from the same values: params = broadcast_parameters(params) before training."
@@ -67,9 +68,7 @@ class GradientReduction:
 
         *reduced, due = ADAPTER.host_call(on_host, arrays, outputs, replaced=len(trained), keeps=keeps)
         self._compare_if(due, params)
-        for index, gradient in zip(trained, reduced, strict=True):
-            leaves[index] = gradient
-        return structure.unflatten(leaves)
+        return structure.unflatten(with_items(leaves, trained, reduced))
 
     def reduce_slices(
         self, gradients: Sequence[Any], layout: Sequence[DenseLayout], shapes: Sequence[Any], params: Any, examples: Any

@@ -11,7 +11,7 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -26,6 +26,7 @@ from choros.parallel.reduce.gradients import DenseLayout, Gradient, GradientLayo
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import BackwardExchange, are_replaceable
+from choros.parallel.structure import with_items
 from choros.settings import current
 from choros.training.host_gradients import (
     FLAG,
@@ -210,8 +211,7 @@ class OptimizerReducer:
         divisor = config.process_set.communicator.size if self._scale_local else 1
         for index in set(given) - set(shared):
             gradients[index] = scaled(gradients[index], factor / divisor, variables[index])
-        for index, gradient in zip(shared, reduced, strict=True):
-            gradients[index] = gradient
+        gradients = with_items(gradients, shared, reduced)
         return gradients if self.slices is None else self.slices.placed(gradients, variables)
 
     @property
@@ -268,7 +268,8 @@ class OptimizerReducer:
 
         if in_place or reducer.divergence != "heal" or not adapter.is_symbolic([due]):
             _call_if(due, check, own)
-            return _replaced(values, {shared[i]: adapter.from_host(host, own[i]) for i, host in healed.items()})
+            given = [adapter.from_host(host, own[index]) for index, host in healed.items()]
+            return with_items(values, [shared[index] for index in healed], given)
 
         def healing(hosts: Sequence[Array]) -> Sequence[Array]:
             healed.clear()
@@ -277,7 +278,7 @@ class OptimizerReducer:
 
         specs = [adapter.spec(value) for value in own]
         results = keras.ops.cond(due > 0, lambda: adapter.host_call(healing, own, specs), lambda: own)
-        return _replaced(values, dict(zip(shared, results, strict=True)))
+        return with_items(values, shared, results)
 
     def _reduce(
         self,
@@ -345,7 +346,7 @@ class OptimizerReducer:
         device = self.reducer.config.device
         reduced, number = host_call(on_host, numbers, gradients, layout, device, flags, tuple(own.values()), keeps=True)
         self.ordering, self._due, self._is_first = number, number % 2, number // 2
-        return _replaced([ELSEWHERE] * len(gradients), dict(zip(own, reduced, strict=True)))
+        return with_items([ELSEWHERE] * len(gradients), own, reduced)
 
     def _layout(self, gradient: Any, variable: Any) -> Any:
         layout, slices = layout_entry(gradient, variable), self.slices
@@ -397,7 +398,7 @@ class OptimizerReducer:
             part, results_layout = (tuple(layout[index] for index in each) for each in (indices, returned))
             own = [gradients[index] for index in indices]
             results, self._due = host_call(on_host, (examples,), own, part, device, flag, results_layout, keeps=keeps)
-            reduced = _replaced(reduced, dict(zip(returned, results, strict=True)))
+            reduced = with_items(reduced, returned, results)
         return reduced
 
     def reduce_early(self, known: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -462,10 +463,6 @@ def _call_if(due: Any, function: Callable[[Sequence[Any]], None], values: Sequen
         return [np.asarray(0, np.int32)]
 
     keras.ops.cond(due > 0, lambda: adapter.host_call(on_host, values, [FLAG])[0], lambda: keras.ops.zeros((), "int32"))
-
-
-def _replaced(values: list[Any], new: Mapping[int, Any]) -> list[Any]:
-    return [new.get(index, value) for index, value in enumerate(values)]
 
 
 def _step_examples() -> Any:
