@@ -34,7 +34,7 @@ from choros.comm.fusion import WireDtype, aligned_empty, concatenate_scaled, sca
 from choros.comm.transfers import gather_shares, scatter_shares
 from choros.errors import ConfigError, PeerLostError
 from choros.parallel.reduce.exchange import Exchange
-from choros.parallel.reduce.gradients import DenseLayout, Ranges, RowsLayout, SparseRows
+from choros.parallel.reduce.gradients import DenseLayout, Ranges, RowsLayout, SparseRows, describe
 
 #: Arrays are cut at multiples of this number of items, so that loops of vector instructions, and what they leave over,
 #: have the same items, and compute the same bits.
@@ -349,7 +349,7 @@ def _shares(layout: Sequence[DenseLayout], flats: Sequence[Array], ranks: int) -
 
 @functools.lru_cache(maxsize=64)
 def _gather_request(layout: tuple[DenseLayout, ...], name: str) -> Request:
-    return Request("weights", ", ".join(map(str, layout)), name)
+    return Request("weights", describe(layout), name)
 
 
 def log_memory(optimizer: str, weights: int, state: Callable[[], tuple[int, int]], process_set: ProcessSet) -> None:
