@@ -356,8 +356,7 @@ class OptimizerReducer:
                 f"shard_state=True: {variable.path} has a gradient of rows, and is not cut between rows, as the tables "
                 "of keras.layers.Embedding are: use this layer, or pass sparse_as_dense=True."
             )
-        divided = None if slices is None else slices.layout_of(variable)
-        return layout if divided is None else layout._replace(ranges=divided.ranges)
+        return layout if slices is None else layout._replace(ranges=slices.ranges_of(variable))
 
     def _reduce_buckets(
         self, reducer: GradientReducer, gradients: list[Any], layout: GradientLayout, examples: Any
@@ -436,9 +435,9 @@ class OptimizerReducer:
         def early(layout: GradientLayout, reduced: list[Gradient]) -> None:
             on_early(self._accumulated(variables, layout, reduced))
 
-        dense: list[Any] = [DenseLayout(tuple(v.shape), dtype_of(v)) for v in variables]
-        if self.slices is not None:
-            dense = [self.slices.layout_of(v) or each for v, each in zip(variables, dense, strict=True)]
+        slices = self.slices
+        ranges = [() if slices is None else slices.ranges_of(each) for each in variables]
+        dense = [DenseLayout(tuple(v.shape), dtype_of(v), own) for v, own in zip(variables, ranges, strict=True)]
         sparse: list[GradientLayout] = []
         if keras.backend.backend() == "tensorflow" and not self._sparse_as_dense and any(map(is_embedding, variables)):
             for index_dtype in (np.dtype(np.int32), np.dtype(np.int64)):

@@ -140,10 +140,10 @@ class Slices:
         """Whether ranks have slices of ``variable``: else each trains it alone."""
         return self.index_of(variable) in self.ranges
 
-    def layout_of(self, variable: Any) -> DenseLayout | None:
-        """How the gradient of ``variable`` is divided; ``None`` if each rank receives it whole."""
+    def ranges_of(self, variable: Any) -> Ranges:
+        """The items of the gradient of ``variable`` that each rank receives; none if each receives it whole."""
         index = self.index_of(variable)
-        return self.layout(index) if index in self.ranges and not self.receives_whole else None
+        return () if self.receives_whole else self.ranges.get(index, ())
 
     def layout(self, index: int) -> DenseLayout:
         """How the variable with this index is divided."""
