@@ -22,6 +22,7 @@ import pytest
 
 import choros.keras as hvd
 from choros.errors import ConfigError, MismatchError
+from choros.parallel.reduce.gradients import layout_of
 from choros.settings import current
 from choros.training.distributed_optimizer import reducer_of
 from ranks.reference import of_one_rank
@@ -640,7 +641,7 @@ def case_gradients_sent_during_the_backward_pass():
     ):
         check_transparent("adam", UNEVEN, hvd.shard(data(), batch_size=BATCH))
         wide = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    three = (((64,), np.dtype("float32")),) * 3
+    three = layout_of([np.zeros(64, np.float32)] * 3)
     assert reducer_of(wide).reducer.config.bucket_indices(three) == [(2,), (1,), (0,)]
 
 

@@ -9,11 +9,12 @@ from choros.comm import Communicator, ProcessSet
 from choros.comm.engines.threads import run_threads
 from choros.observe import events
 from choros.observe.events import Event, Kind
+from choros.parallel.reduce.gradients import layout_of
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.parallel.reduce.reducer import GradientReducer
 
 GRADIENTS = [np.ones((256, 256), np.float32)] * 3
-LAYOUT = tuple((gradient.shape, gradient.dtype) for gradient in GRADIENTS)
+LAYOUT = layout_of(GRADIENTS)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from choros import settings
 from choros.comm import ProcessSet, Reduction
 from choros.parallel.compression import Compression
-from choros.parallel.reduce.gradients import SparseRows, squared_norm
+from choros.parallel.reduce.gradients import SparseRows, layout_of, squared_norm
 from choros.parallel.reduce.noise import Contribution, NoiseScale, noise_scale, publish, sentence
 from choros.parallel.reduce.plan import ReduceConfig, plan_for
 from choros.parallel.reduce.reducer import GradientReducer
@@ -100,7 +100,7 @@ def test_a_rank_that_has_joined_has_the_number_of_the_others() -> None:
         steps = 4 if process_set.rank() == 2 else 40
         for gradients, examples in itertools.islice(batches(process_set.rank(), [8]), steps):
             reducer.reduce(gradients, examples=examples)
-        reducer.join((((10, 10), np.dtype(np.float32)), ((200,), np.dtype(np.float64))))
+        reducer.join(layout_of([np.zeros((10, 10), np.float32), np.zeros(200)]))
         return result_of(reducer)
 
     first, *others = on_threads(3, rank_main)
@@ -132,8 +132,7 @@ def test_buckets_are_measured_as_one_step() -> None:
         for size in (None, 1):
             reducer = GradientReducer(ReduceConfig(process_set=process_set, bucket_bytes=size))
             for gradients, examples in itertools.islice(batches(process_set.rank(), [8, 3]), 5):
-                layout = tuple((each.shape, each.dtype) for each in gradients)
-                for bucket, indices in enumerate(reducer.plan(layout)):
+                for bucket, indices in enumerate(reducer.plan(layout_of(gradients))):
                     reducer.send(bucket, [gradients[index] for index in indices], examples=examples)
             results.append(result_of(reducer))
         return results

@@ -1,4 +1,4 @@
-"""Framework arrays: one adapter per framework, by the array's type; imports none, as an array proves it is loaded."""
+"""Adapters for the frameworks' arrays, chosen by an array's type: whoever has an array has imported its framework."""
 
 from importlib import import_module
 from typing import Any

@@ -1,6 +1,6 @@
-"""Errors of functions on the host, which compiled code calls: they arrive at its caller as what they are.
+"""Errors of functions on the host that compiled code calls: whoever runs that code gets the error that was raised.
 
-A framework passes on only the text, in an exception of its own, which becomes one of the host's class, too::
+A framework passes on only its text, in an exception of its own. That exception becomes one of the host's class, too::
 
     host       MismatchError("… rank 0: … rank 1: …")     remember() keeps it
                  │ its text

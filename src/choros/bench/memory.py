@@ -1,6 +1,6 @@
 """``choros bench memory``: what ranks need at most without and with ``shard_state``, its rows and table.
 
-One job after the other: memory that processes have at the same time would be that of all, not of one.
+Jobs run one after the other: of several at the same time, one would measure the memory of all.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The devices of a process, a connection of them, and collectives over it on their tensors, without the host."""
+"""The devices of a process, the connections between them, and collectives on their tensors that bypass the host."""
 
 from __future__ import annotations
 

@@ -148,9 +148,8 @@ def _step(begin: int, step: Interval, buckets: Sequence[Interval], calls: Sequen
 
 
 def _deviations(steps: Mapping[int, Sequence[_RankStep]]) -> tuple[float, ...]:
-    """Of each rank and step, from the mean of all ranks' in this step; of one rank alone, from its median step.
-
-    The mean of few ranks is near each of them: deviations grow by what it hides (Bessel's correction).
+    """How far each rank's step is from the mean of all ranks in this step, or a single rank's from its median step.
+    The mean of a few ranks is near each of them: deviations are enlarged by what this hides (Bessel's correction).
     """
     of_step: defaultdict[str, list[int]] = defaultdict(list)
     for each in steps.values():

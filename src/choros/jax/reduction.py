@@ -12,14 +12,14 @@ import numpy as np
 from choros.arrays import ArraySpec
 from choros.arrays.jax_arrays import JaxArrays
 from choros.comm import Array
-from choros.comm.fusion import Layout
 from choros.comm.request import JOINED
 from choros.errors import ConfigError, MismatchError, NotInitializedError
 from choros.jax.collectives import paths_of
 from choros.jax.division import of_models, trained_of
 from choros.parallel.identical import check_identical
-from choros.parallel.reduce.gradients import SliceLayout
+from choros.parallel.reduce.gradients import DenseLayout, GradientLayout
 from choros.parallel.reduce.reducer import GradientReducer
+from choros.parallel.structure import with_items
 
 ADAPTER = JaxArrays()
 _ADVICE = "Start all ranks from the same values: params = broadcast_parameters(params) before training."
@@ -37,11 +37,11 @@ class GradientReduction:
     def __init__(self, reducer: GradientReducer, *, shards_state: bool = False) -> None:
         self.reducer = reducer
         self.shards_state = shards_state
-        self.layout: Layout | None = None
+        self.layout: GradientLayout | None = None
 
     def know(self, gradients: Mapping[int, Any]) -> None:
         """Notes the layout of these gradients, or of their parameters."""
-        self.layout = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in gradients.values())
+        self.layout = tuple(DenseLayout(leaf.shape, np.dtype(leaf.dtype)) for leaf in gradients.values())
 
     def check_initialized(self) -> None:
         """An error before ``init()``."""
@@ -68,12 +68,10 @@ class GradientReduction:
 
         *reduced, due = ADAPTER.host_call(on_host, arrays, outputs, replaced=len(trained), keeps=keeps)
         self._compare_if(due, params)
-        for index, gradient in zip(trained, reduced, strict=True):
-            leaves[index] = gradient
-        return structure.unflatten(leaves)
+        return structure.unflatten(with_items(leaves, trained, reduced))
 
     def reduce_slices(
-        self, gradients: Sequence[Any], layout: Sequence[SliceLayout], shapes: Sequence[Any], params: Any, examples: Any
+        self, gradients: Sequence[Any], layout: Sequence[DenseLayout], shapes: Sequence[Any], params: Any, examples: Any
     ) -> tuple[list[Any], Any]:
         """Returns this rank's items of the reduced gradients, in ``shapes`` (``None``: it has none), and a number, 0,
         that is known only when the step runs.

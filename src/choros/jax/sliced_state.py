@@ -31,7 +31,7 @@ from choros.jax.division import FILES, Division, SlicedState, of_models, refuse_
 from choros.jax.reduction import ADAPTER, GradientReduction
 from choros.parallel.objects import allgather_object
 from choros.parallel.ops import allreduce
-from choros.parallel.reduce.gradients import SliceLayout
+from choros.parallel.reduce.gradients import DenseLayout
 from choros.parallel.reduce.slices import gather_slices
 
 #: In an update of slices, the ranks that have the others, and a number of the compiled step.
@@ -67,7 +67,7 @@ class SlicedUpdate:
         with _of_slices(process_set, 0):
             division = Division(works_by_item(self._tx, params), communicator.rank, communicator.size, shapes)
             self._check_without_some(params, list(arrays), division)
-        self._reduction.layout = shapes
+        self._reduction.know(arrays)
         return division
 
     def _check_without_some(self, params: Any, indices: Sequence[int], division: Division) -> None:
@@ -203,7 +203,7 @@ class SlicedUpdate:
                 values.append(np.asarray(own[path]))
                 continue
             dtype = next(each[path][1] for each in kinds if path in each)  # the steps may have changed it
-            layout = SliceLayout(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
+            layout = DenseLayout(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
             items = np.asarray(own.get(path, np.empty(0)), dtype).reshape(-1)[: layout.items(division.rank)]
             held = {communicator.rank: [items]}
             values += gather_slices(communicator, [layout], held, name=self._reduction.reducer.name)

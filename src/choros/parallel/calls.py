@@ -15,6 +15,7 @@ from choros.comm.reduction import wide_dtype
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor, check_compressor
 from choros.parallel.compression.compressor import is_floating
+from choros.parallel.structure import with_items
 
 
 class Options(TypedDict, total=False):
@@ -197,10 +198,9 @@ def of_each_framework(values: Sequence[Any], function: Callable[[list[Any]], Seq
     groups: dict[ArrayAdapter, list[int]] = {}
     for index, array in enumerate(arrays):
         groups.setdefault(adapter_of(array), []).append(index)
-    results = list(arrays)
+    results = arrays
     for indices in groups.values():
-        for index, result in zip(indices, function([arrays[index] for index in indices]), strict=True):
-            results[index] = result
+        results = with_items(results, indices, function([arrays[index] for index in indices]))
     return results
 
 
@@ -209,10 +209,7 @@ def of_floating(
 ) -> list[Any]:
     """The gradients that ``function`` computes, given the indices of floating-point arrays; ``None`` for the others."""
     floats = [index for index, spec in enumerate(specs) if is_floating(spec.dtype)]
-    results: list[Any] = [None] * len(gradients)
-    for index, result in zip(floats, function(floats), strict=True):
-        results[index] = result
-    return results
+    return with_items([None] * len(gradients), floats, function(floats))
 
 
 def as_array(value: Any) -> Any:

@@ -68,12 +68,9 @@ def shared_result(own: T) -> T:
         return own
     if communicator.is_new:
         return learned_fact(own)
-    note_fact(cloudpickle.dumps(own) if all(map(_is_plain, leaves(own))) else b"")
+    is_plain = all(isinstance(leaf, int | float | str | np.generic | np.ndarray) for leaf in leaves(own))
+    note_fact(cloudpickle.dumps(own) if is_plain else b"")
     return own
-
-
-def _is_plain(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, bool | int | float | str | np.generic | np.ndarray)
 
 
 def object_of_first(make: Callable[[], T]) -> T:

@@ -1,7 +1,7 @@
 """Nested structures: tuples, lists and dicts, such as the elements of data sets and the results of functions."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -32,3 +32,13 @@ def leaves(structure: Any) -> list[Any]:
     found: list[Any] = []
     map_structure(found.append, structure)
     return found
+
+
+def with_items(values: Sequence[Any], indices: Iterable[int], items: Sequence[Any]) -> list[Any]:
+    """Returns ``values`` with these ``items`` at the ``indices``.
+
+    >>> with_items("abc", [2, 0], "xy")
+    ['y', 'b', 'x']
+    """
+    new = dict(zip(indices, items, strict=True))
+    return [new.get(index, value) for index, value in enumerate(values)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, final
 
@@ -51,22 +51,15 @@ class TorchEstimator(RowsEstimator):
         weights = self.value("loss_weights") or [1 / len(plan.labels)] * len(plan.labels)
         shapes = self.value("input_shapes")
         task = TorchTask(
-            cloudpickle.dumps((self.value("model"), self.value("optimizer"))),
-            losses,
-            weights,
-            self.value("metrics"),
             plan,
             rows,
             held_out,
+            cloudpickle.dumps((self.value("model"), self.value("optimizer"))),
+            losses,
+            weights,
             None if shapes is None else tuple(map(tuple, shapes)),
             self.value("batch_size") * plan.size,
-            self.value("epochs"),
-            self.value("train_steps_per_epoch"),
-            self.value("shuffle"),
-            self.value("random_seed"),
-            self.value("backward_passes_per_step"),
-            self.value("gradient_compression"),
-            self.value("verbose"),
+            **{each.name: self.value(each.name) for each in fields(TorchTask) if each.name in self.defaults},
         )
         commits = plan.store.commits(plan.run_id)
         data, history, widths = plan.backend.run(train, (task,), env=plan.env, commit_dir=commits)[0]
@@ -85,23 +78,23 @@ class TorchEstimator(RowsEstimator):
 
 @dataclass(frozen=True)
 class TorchTask:
-    """What each rank of a ``TorchEstimator`` does."""
+    """What each rank of a ``TorchEstimator`` does; from ``metrics`` on, the estimator's parameters of these names."""
 
-    pickled: bytes
-    losses: Sequence[Callable[..., Any]]
-    weights: Sequence[float]
-    metrics: Sequence[Callable[..., Any]]
     plan: FitPlan
     rows: ParquetRows
     held_out: ParquetRows | None
+    pickled: bytes
+    losses: Sequence[Callable[..., Any]]
+    weights: Sequence[float]
     shapes: tuple[tuple[int, ...], ...] | None
     batch: int
+    metrics: Sequence[Callable[..., Any]]
     epochs: int
-    steps: int | None
+    train_steps_per_epoch: int | None
     shuffle: bool
-    seed: int | None
-    passes: int
-    compression: Any
+    random_seed: int | None
+    backward_passes_per_step: int
+    gradient_compression: Any
     verbose: int
 
 
@@ -112,18 +105,21 @@ def train(task: TorchTask) -> tuple[bytes, list[dict[str, Any]], tuple[int, ...]
     import choros.torch as hvd
 
     hvd.init()
-    if task.seed is not None:
-        torch.manual_seed(task.seed)
+    if task.random_seed is not None:
+        torch.manual_seed(task.random_seed)
     model, inner = cloudpickle.loads(task.pickled)
     device = _device(hvd.local_rank())
     model.to(device)
     for group in inner.param_groups:
         group["lr"] *= task.plan.size
-    given = {} if task.compression is None else {"compression": task.compression}
+    given = {} if task.gradient_compression is None else {"compression": task.gradient_compression}
     optimizer = hvd.DistributedOptimizer(
-        inner, named_parameters=model.named_parameters(), backward_passes_per_step=task.passes, **given
+        inner,
+        named_parameters=model.named_parameters(),
+        backward_passes_per_step=task.backward_passes_per_step,
+        **given,
     )
-    data = _RankBatches(task, task.rows, device, task.steps)
+    data = _RankBatches(task, task.rows, device, task.train_steps_per_epoch)
     held_out = None if task.held_out is None else _RankBatches(task, task.held_out, device)
 
     @hvd.elastic.run
@@ -180,7 +176,7 @@ class _RankBatches:
         from choros.data.rows import order_of
         from choros.topology import shard_range
 
-        order = order_of(self._rows, self._task.seed or 0, epoch) if shuffle else np.arange(self._rows)
+        order = order_of(self._rows, self._task.random_seed or 0, epoch) if shuffle else np.arange(self._rows)
         for first in range(0, len(self) * self._task.batch, self._task.batch):
             indices = order[first : first + self._task.batch]
             start, end = shard_range(len(indices), hvd.rank(), hvd.size())
@@ -215,7 +211,7 @@ def _pass(task: TorchTask, model: Any, batches: _RankBatches, epoch: int, optimi
         loss = _loss(task, outputs, like)
         if optimizer is not None:
             (loss * share).backward()
-            if number % task.passes == 0 or number == len(batches):
+            if number % task.backward_passes_per_step == 0 or number == len(batches):
                 optimizer.step()
                 optimizer.zero_grad()
         named = {getattr(each, "__name__", type(each).__name__): each for each in task.metrics}

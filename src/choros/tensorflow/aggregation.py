@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError
+from choros.parallel.structure import with_items
 from choros.tensorflow.collectives import unconverted
 
 
@@ -169,9 +170,7 @@ class LocalGradientAggregationHelper:
         shared = [index for index, variable in enumerate(variables) if id(variable) not in local]
         reduced = self._allreduce([totals[index] for index in shared], [variables[index] for index in shared])
         factor = 1 / (self.process_set.size() or 1) if self.scale_local_gradients else 1.0
-        results = [total * tf.cast(factor, total.dtype) for total in totals]
-        for index, gradient in zip(shared, reduced, strict=True):
-            results[index] = gradient
+        results = with_items([total * tf.cast(factor, total.dtype) for total in totals], shared, reduced)
         if self.average_aggregated_gradients:
             results = [each / self.backward_passes_per_step for each in results]
         return results

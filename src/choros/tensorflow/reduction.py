@@ -17,6 +17,7 @@ from choros.parallel import ops
 from choros.parallel.compression import Compressor
 from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
 from choros.parallel.reduce.reducer import GradientReducer
+from choros.parallel.structure import with_items
 from choros.settings import current
 from choros.tensorflow.collectives import in_session_graph
 from choros.training.device import placed
@@ -132,10 +133,7 @@ class TapeReduction:
         variables = [source for source in trained if hasattr(source, "assign")]
         if not in_session_graph():  # it would not run by itself
             reducer.compare(variables, list(map(value_of, variables)))
-        results = list(gradients)
-        for index, gradient in zip(given, reduced, strict=True):
-            results[index] = gradient
-        return results
+        return with_items(gradients, given, reduced)
 
     def _reducer(self, trained: Sequence[Any]) -> OptimizerReducer:
         """What reduces the gradients of ``trained``: the same for all tapes with these arguments."""
@@ -193,15 +191,12 @@ class AdasumReduction:
             raise ConfigError(
                 "op=Adasum cannot combine sparse gradients (tf.IndexedSlices): pass sparse_as_dense=True."
             )
-        results = list(gradients)
         if not given or not self._process_set.included():
-            return results
+            return list(gradients)
         combined = ops.grouped_allreduce(
             list(map(tf.convert_to_tensor, own)),
             Reduction.ADASUM,
             compression=self._compression,
             process_set=self._process_set,
         )
-        for index, gradient in zip(given, combined, strict=True):
-            results[index] = gradient
-        return results
+        return with_items(gradients, given, combined)

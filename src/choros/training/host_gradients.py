@@ -9,7 +9,7 @@ import numpy as np
 
 from choros.arrays import ArrayAdapter, ArraySpec, device_adapter, framework_adapter
 from choros.comm import Array, DType
-from choros.parallel.reduce.gradients import Gradient, GradientLayout, RowsLayout, SparseRows
+from choros.parallel.reduce.gradients import DenseLayout, Gradient, GradientLayout, RowsLayout, SparseRows
 
 #: A number that the host returns to the training step.
 FLAG = ArraySpec((), np.dtype(np.int32))
@@ -89,12 +89,12 @@ def _joined(arrays: Sequence[Any], layout: GradientLayout, from_rows: Callable[.
     ]
 
 
-def layout_entry(gradient: Any, variable: Any) -> Any:
+def layout_entry(gradient: Any, variable: Any) -> DenseLayout | RowsLayout:
     """The entry of a gradient in the layout: its static shape may be unknown, that of the variable is not."""
     rows = keras_arrays().rows_of(gradient)
     shape = tuple(variable.shape)
     if rows is None:
-        return shape, dtype_of(gradient)
+        return DenseLayout(shape, dtype_of(gradient))
     return RowsLayout(shape, dtype_of(rows[1]), dtype_of(rows[0]), repeats=is_embedding(variable))
 
 

@@ -11,7 +11,7 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -22,10 +22,11 @@ from choros.comm import Array, Reduction, global_process_set
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.identical import Comparison, check_identical
-from choros.parallel.reduce.gradients import Gradient, GradientLayout, RowsLayout, SliceLayout, numbered, variables_of
+from choros.parallel.reduce.gradients import DenseLayout, Gradient, GradientLayout, RowsLayout, numbered, variables_of
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import BackwardExchange, are_replaceable
+from choros.parallel.structure import with_items
 from choros.settings import current
 from choros.training.host_gradients import (
     FLAG,
@@ -210,8 +211,7 @@ class OptimizerReducer:
         divisor = config.process_set.communicator.size if self._scale_local else 1
         for index in set(given) - set(shared):
             gradients[index] = scaled(gradients[index], factor / divisor, variables[index])
-        for index, gradient in zip(shared, reduced, strict=True):
-            gradients[index] = gradient
+        gradients = with_items(gradients, shared, reduced)
         return gradients if self.slices is None else self.slices.placed(gradients, variables)
 
     @property
@@ -268,7 +268,8 @@ class OptimizerReducer:
 
         if in_place or reducer.divergence != "heal" or not adapter.is_symbolic([due]):
             _call_if(due, check, own)
-            return _replaced(values, {shared[i]: adapter.from_host(host, own[i]) for i, host in healed.items()})
+            given = [adapter.from_host(host, own[index]) for index, host in healed.items()]
+            return with_items(values, [shared[index] for index in healed], given)
 
         def healing(hosts: Sequence[Array]) -> Sequence[Array]:
             healed.clear()
@@ -277,7 +278,7 @@ class OptimizerReducer:
 
         specs = [adapter.spec(value) for value in own]
         results = keras.ops.cond(due > 0, lambda: adapter.host_call(healing, own, specs), lambda: own)
-        return _replaced(values, dict(zip(shared, results, strict=True)))
+        return with_items(values, shared, results)
 
     def _reduce(
         self,
@@ -331,13 +332,8 @@ class OptimizerReducer:
         flags: Callable[[], int],
     ) -> list[Any]:
         """Returns what this rank receives of the sums."""
-        own: dict[int, Any] = dict(enumerate(layout))
-        for index, each in enumerate(layout):
-            if isinstance(each, SliceLayout | RowsLayout) and each.ranges:
-                items = each.items(slices.rank)
-                own[index] = each.of_rank(slices.rank) if isinstance(each, RowsLayout) else ((items,), each.dtype)
-                if not items:
-                    del own[index]
+        rank = slices.rank
+        own = {n: each.of_rank(rank) for n, each in enumerate(layout) if not each.ranges or each.items(rank)}
 
         def on_host(hosts: Sequence[Array], given: list[Gradient], out: Sequence[Array] | None) -> list[Gradient]:
             targets = None
@@ -350,7 +346,7 @@ class OptimizerReducer:
         device = self.reducer.config.device
         reduced, number = host_call(on_host, numbers, gradients, layout, device, flags, tuple(own.values()), keeps=True)
         self.ordering, self._due, self._is_first = number, number % 2, number // 2
-        return _replaced([ELSEWHERE] * len(gradients), dict(zip(own, reduced, strict=True)))
+        return with_items([ELSEWHERE] * len(gradients), own, reduced)
 
     def _layout(self, gradient: Any, variable: Any) -> Any:
         layout, slices = layout_entry(gradient, variable), self.slices
@@ -360,11 +356,7 @@ class OptimizerReducer:
                 f"shard_state=True: {variable.path} has a gradient of rows, and is not cut between rows, as the tables "
                 "of keras.layers.Embedding are: use this layer, or pass sparse_as_dense=True."
             )
-        if slices is None or (divided := slices.layout_of(variable)) is None:
-            return layout
-        if isinstance(layout, RowsLayout):
-            return layout._replace(ranges=divided.ranges)
-        return divided._replace(dtype=layout[1])
+        return layout if slices is None else layout._replace(ranges=slices.ranges_of(variable))
 
     def _reduce_buckets(
         self, reducer: GradientReducer, gradients: list[Any], layout: GradientLayout, examples: Any
@@ -405,7 +397,7 @@ class OptimizerReducer:
             part, results_layout = (tuple(layout[index] for index in each) for each in (indices, returned))
             own = [gradients[index] for index in indices]
             results, self._due = host_call(on_host, (examples,), own, part, device, flag, results_layout, keeps=keeps)
-            reduced = _replaced(reduced, dict(zip(returned, results, strict=True)))
+            reduced = with_items(reduced, returned, results)
         return reduced
 
     def reduce_early(self, known: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -443,13 +435,13 @@ class OptimizerReducer:
         def early(layout: GradientLayout, reduced: list[Gradient]) -> None:
             on_early(self._accumulated(variables, layout, reduced))
 
-        dense: list[Any] = [(tuple(v.shape), dtype_of(v)) for v in variables]
-        if self.slices is not None:
-            dense = [self.slices.layout_of(v) or each for v, each in zip(variables, dense, strict=True)]
+        slices = self.slices
+        ranges = [() if slices is None else slices.ranges_of(each) for each in variables]
+        dense = [DenseLayout(tuple(v.shape), dtype_of(v), own) for v, own in zip(variables, ranges, strict=True)]
         sparse: list[GradientLayout] = []
         if keras.backend.backend() == "tensorflow" and not self._sparse_as_dense and any(map(is_embedding, variables)):
             for index_dtype in (np.dtype(np.int32), np.dtype(np.int64)):
-                rows = [RowsLayout(each[0], each[1], index_dtype, ranges=getattr(each, "ranges", ())) for each in dense]
+                rows = [RowsLayout(each.shape, each.dtype, index_dtype, ranges=each.ranges) for each in dense]
                 pairs = zip(variables, dense, rows, strict=True)
                 sparse += [tuple(of_rows if is_embedding(v) else each for v, each, of_rows in pairs)]
         return self.reducer.participation(tuple(dense), update, sparse, early)
@@ -470,10 +462,6 @@ def _call_if(due: Any, function: Callable[[Sequence[Any]], None], values: Sequen
         return [np.asarray(0, np.int32)]
 
     keras.ops.cond(due > 0, lambda: adapter.host_call(on_host, values, [FLAG])[0], lambda: keras.ops.zeros((), "int32"))
-
-
-def _replaced(values: list[Any], new: Mapping[int, Any]) -> list[Any]:
-    return [new.get(index, value) for index, value in enumerate(values)]
 
 
 def _step_examples() -> Any:

@@ -16,7 +16,7 @@ from choros.comm import Array, ProcessSet, Reduction, global_process_set, on_cha
 from choros.comm.primitives import Change
 from choros.errors import ConfigError
 from choros.parallel.ops import allreduce
-from choros.parallel.reduce.gradients import Ranges, SliceLayout
+from choros.parallel.reduce.gradients import DenseLayout, Ranges
 from choros.parallel.reduce.slices import Holders, even_slices, gather_slices, whole_slices
 from choros.training.host_gradients import dtype_of, is_embedding, keras_arrays, scaled
 from choros.training.keras_internals import slice_variables
@@ -140,15 +140,15 @@ class Slices:
         """Whether ranks have slices of ``variable``: else each trains it alone."""
         return self.index_of(variable) in self.ranges
 
-    def layout_of(self, variable: Any) -> SliceLayout | None:
-        """How the gradient of ``variable`` is divided; ``None`` if each rank receives it whole."""
+    def ranges_of(self, variable: Any) -> Ranges:
+        """The items of the gradient of ``variable`` that each rank receives; none if each receives it whole."""
         index = self.index_of(variable)
-        return self.layout(index) if index in self.ranges and not self.receives_whole else None
+        return () if self.receives_whole else self.ranges.get(index, ())
 
-    def layout(self, index: int) -> SliceLayout:
+    def layout(self, index: int) -> DenseLayout:
         """How the variable with this index is divided."""
         variable = self.variables[index]
-        return SliceLayout(tuple(variable.shape), dtype_of(variable), self.ranges[index])
+        return DenseLayout(tuple(variable.shape), dtype_of(variable), self.ranges[index])
 
     def pieces_of(self, variable: Any) -> list[Piece]:
         """This rank's pieces of ``variable``."""

@@ -1,8 +1,8 @@
 """Iterators of tf.data: how long steps wait for them, and a thread that ends them. It imports TensorFlow: import it on
 demand.
 
-What a step waits is measured in a compiled one, too; from the call to the batch would not do, as starting a compiled
-function takes a millisecond::
+A compiled step measures its own wait. The time from its call to the batch would not do: a compiled function takes a
+millisecond to start::
 
     began = timestamp ──► IteratorGetNext ──► loaded += timestamp - began ──► the step goes on with the batch
 

@@ -13,14 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
-
-class HasFileno(Protocol):
-    """A file, socket or pipe."""
-
-    def fileno(self) -> int:
-        """Its descriptor."""
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 
 @final
@@ -40,15 +36,15 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         self._deadlines: dict[str, tuple[float, Callable[[], None]]] = {}
 
-    def on_readable(self, source: HasFileno | int, callback: Callable[[], None]) -> None:
+    def on_readable(self, source: FileDescriptorLike, callback: Callable[[], None]) -> None:
         """Calls ``callback`` whenever ``source`` is readable or its other end is closed."""
         self._selector.register(source, selectors.EVENT_READ, callback)
 
-    def on_writable(self, source: HasFileno | int, callback: Callable[[], None]) -> None:
+    def on_writable(self, source: FileDescriptorLike, callback: Callable[[], None]) -> None:
         """Calls ``callback`` whenever ``source`` is writable or its other end is closed."""
         self._selector.register(source, selectors.EVENT_WRITE, callback)
 
-    def forget(self, source: HasFileno | int) -> None:
+    def forget(self, source: FileDescriptorLike) -> None:
         """Stops waiting for ``source``; required before it is closed."""
         self._selector.unregister(source)
 

@@ -1,4 +1,4 @@
-"""What is shown of a job at one time: from its record (``docs/report.md``), and one that is older; as texts. Pure."""
+"""What is shown of a job at one time, as texts, from its record (``docs/report.md``) and an earlier one. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence

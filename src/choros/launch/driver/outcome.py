@@ -127,7 +127,7 @@ def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
     if job_end.reason not in (None, Reason.TOO_FEW, Reason.LOST, Reason.START_TIMEOUT) and not job_end.unconnected:
         return None
     failed = [end for end in job_end.failures if end.code not in (PREEMPTED, PeerLostError.exit_code)]
-    owners = next(filter(None, map(_owners_of_lost_slice, job_end.failures)), None)
+    owners = next(filter(None, (_ranks_in(_SLICE_LOST, end) for end in job_end.failures)), None)
     if owners and started and job_end.size - len({end.rank for end in failed}) >= elastic.least:
         # The others have ended themselves; MPI ends a new rank that waits for them.
         what = _of(job_end, owners, "lost, and with them a slice of the optimizer's state and its copy")
@@ -144,7 +144,8 @@ def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
     if not _interrupted(job_end) or (not is_certain and any(end.code == 0 for end in ends)):
         return None
     names = _names(job_end, job)
-    cut = {(names[end.host], names[host]) for end in ends for host in _unreachable(end, job_end)}
+    unreachable = [(end, rank) for end in ends for rank in _ranks_in(_UNREACHABLE, end) if rank in job_end.started]
+    cut = {(names[end.host], names[job_end.started[rank].host]) for end, rank in unreachable}
     if job_end.unconnected:
         cut = set(itertools.combinations(sorted(set(names.values())), 2))
     hosts = frozenset(names.get(host, host) for host in gone)
@@ -191,19 +192,10 @@ def _names(job_end: JobEnd, job: Job) -> dict[str, str]:
     return names
 
 
-def _owners_of_lost_slice(end: Exit) -> list[int]:
-    said = _SLICE_LOST.search(_text_of(end))
-    return sorted(map(int, said.groups())) if said is not None else []
-
-
-def _text_of(end: Exit) -> str:
-    return end.traceback or end.shown or end.tail
-
-
-def _unreachable(end: Exit, job_end: JobEnd) -> set[str]:
-    said = _UNREACHABLE.search(_text_of(end))
-    ranks = [int(rank) for rank in said[1].split(",")] if said is not None else []
-    return {job_end.started[rank].host for rank in ranks if rank in job_end.started}
+def _ranks_in(pattern: re.Pattern[str], end: Exit) -> list[int]:
+    """The ranks that the pattern's groups find in what a rank has said at its end."""
+    said = pattern.search(end.traceback or end.shown or end.tail)
+    return sorted(int(rank) for group in said.groups() for rank in group.split(",")) if said is not None else []
 
 
 #: chorosrun's exit code for jobs whose exit code does not come from a rank.
@@ -245,7 +237,9 @@ def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
     # MPI_Abort stops the other ranks so fast that the rank that called it may count as stopped, too; and one that has
     # raised may take seconds to end, in which others fail because of it.
     if all(map(_lacks_another, failures)):
-        failures = [_as_raised(end) for end in ends if end.traceback or end in failures]
+        raised = [end for end in ends if end.traceback or end in failures]
+        # Without the signal that chorosrun has sent to one that had raised.
+        failures = [replace(end, code=1, signal=0) if end.stopped and end.signal else end for end in raised]
     if failures:
         return _failed(job_end, _causes_first(job_end, failures))
     if len(ends) == job_end.size and all(end.code == 0 for end in ends):
@@ -295,11 +289,6 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
 
 def _lacks_another(end: Exit) -> bool:
     return exception_name(end.traceback or end.shown) == PeerLostError.__name__
-
-
-def _as_raised(end: Exit) -> Exit:
-    """Returns the end of a rank that has raised, without the signal that chorosrun has sent it then."""
-    return replace(end, code=1, signal=0) if end.stopped and end.signal else end
 
 
 def _causes_first(job_end: JobEnd, failures: Sequence[Exit]) -> list[Exit]:

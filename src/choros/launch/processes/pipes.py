@@ -17,10 +17,10 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from choros.launch.processes.directories import SESSION, temporary
 from choros.launch.protocol.wrapper_options import JOB
-from choros.transport.loop import HasFileno
 
 #: The more a pipe holds, the less often its writer and its reader wait for each other.
 _BYTES = 1 << 18
@@ -28,7 +28,7 @@ _BYTES = 1 << 18
 _BYTES_OF_STREAM = 1 << 24
 
 
-def enlarge(pipe: HasFileno | int, ranks: int) -> None:
+def enlarge(pipe: IO[bytes] | int, ranks: int) -> None:
     """Lets the pipe of a rank's stream hold more, if possible; the job has ``ranks`` on this host."""
     size = min(_BYTES, _BYTES_OF_STREAM // ranks)
     if hasattr(fcntl, "F_SETPIPE_SZ") and size >= _BYTES // 4:

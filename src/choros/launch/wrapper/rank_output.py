@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import IO
 
 from choros import durations
 from choros.launch.protocol.frames import Events, Frame
@@ -14,7 +15,7 @@ from choros.launch.wrapper.transcript import Transcript
 from choros.observe.events import Event, Kind
 from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, note_end, read_page
 from choros.observe.stragglers import RankProgress
-from choros.transport.loop import HasFileno, Loop
+from choros.transport.loop import Loop
 
 _PIPE_READ = 1 << 16
 #: After a read smaller than this, wait for more data to fill a frame: one frame per line costs ten times as much.
@@ -30,7 +31,7 @@ class RankOutput:
     send: Callable[[Frame], None]
     is_alive: Callable[[], bool]
     transcript: Transcript = field(init=False)
-    _pipes: set[HasFileno | int] = field(default_factory=set)
+    _pipes: set[IO[bytes] | int] = field(default_factory=set)
     _page: int | None = None
     _stalled: str = ""
 
@@ -54,7 +55,7 @@ class RankOutput:
         self._page = page
         return {PROGRESS_FD: str(page)}
 
-    def add(self, name: str, pipe: HasFileno | int) -> None:
+    def add(self, name: str, pipe: IO[bytes] | int) -> None:
         """Reads ``pipe``, which ``transcript.py`` calls ``name``, from now on."""
         self._pipes.add(pipe)
         self.loop.on_readable(pipe, partial(self._read, name, pipe))
@@ -67,7 +68,7 @@ class RankOutput:
         """Sends the traceback that is held back, which is not the rank's last word."""
         self._send_all(self.transcript.release())
 
-    def _read(self, name: str, pipe: HasFileno | int) -> None:
+    def _read(self, name: str, pipe: IO[bytes] | int) -> None:
         data = os.read(pipe if isinstance(pipe, int) else pipe.fileno(), _PIPE_READ)
         if not data:
             self.loop.forget(pipe)

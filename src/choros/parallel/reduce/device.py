@@ -12,6 +12,7 @@ from choros.errors import EngineError
 from choros.parallel.compression import Compressor
 from choros.parallel.compression.compressor import Float16, NoCompression
 from choros.parallel.reduce.exchange import Exchange
+from choros.parallel.structure import with_items
 
 
 def device_to_reduce_on(
@@ -65,6 +66,5 @@ class DeviceExchange(Exchange):
             if sum(sizes):
                 self._collectives.reduce_in_place(self._arrays.buffer(message, self._device), Reduction.SUM)
             parts = self._arrays.unpack(message, [self._layout[index] for index in part], after)
-            for index, result in zip(part, parts, strict=True):
-                results[index] = result
+            results = with_items(results, part, parts)
         return results

@@ -40,22 +40,13 @@ _BY_INDEX, _ONE_BY_ONE = 1, 2
 
 
 class DenseLayout(NamedTuple):
-    """What ranks agree on about the gradient of the variable of this ``number``: see ``numbered``."""
+    """What ranks agree on about a gradient. Each receives its own items, if ``ranges`` says which these are: see
+    ``slices.py``; ``number``: that of its variable, see ``numbered``.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}{_of(self.number)}"
-
-
-class SliceLayout(NamedTuple):
-    """What ranks agree on about a gradient of which each receives its own items: see ``slices.py``."""
-
-    shape: tuple[int, ...]
-    dtype: DType
-    ranges: Ranges
+    ranges: Ranges = ()
     number: int | None = None
 
     def items(self, rank: int) -> int:
@@ -63,9 +54,13 @@ class SliceLayout(NamedTuple):
         start, stop = self.ranges[rank]
         return stop - start
 
+    def of_rank(self, rank: int) -> DenseLayout:
+        """The layout of what ``rank`` receives."""
+        return self._replace(shape=(self.items(rank),), ranges=()) if self.ranges else self
+
     def __str__(self) -> str:
-        items = [stop - start for start, stop in self.ranges]
-        return f"{self.dtype}{list(self.shape)}{_of(self.number)} in slices of {', '.join(map(str, items))}"
+        slices = ", ".join(str(stop - start) for start, stop in self.ranges)
+        return f"{self.dtype}{list(self.shape)}{_of(self.number)}" + (f" in slices of {slices}" if slices else "")
 
 
 class RowsLayout(NamedTuple):
@@ -151,8 +146,7 @@ class SparseRows:
         return replace(self, indices=indices, values=np.concatenate([self.values, other.values]))
 
 
-#: For each gradient its shape and dtype, and for a sparse one the dtype of its indices.
-GradientLayout = tuple[tuple[tuple[int, ...], DType] | DenseLayout | SliceLayout | RowsLayout, ...]
+GradientLayout = tuple[DenseLayout | RowsLayout, ...]
 
 
 def layout_of(gradients: Sequence[Any]) -> GradientLayout:
@@ -162,7 +156,8 @@ def layout_of(gradients: Sequence[Any]) -> GradientLayout:
     'float64[2], rows of float64[9, 4] by int64'
     """
     return tuple(
-        each.layout if isinstance(each, SparseRows) else (tuple(each.shape), _dtype(each)) for each in gradients
+        each.layout if isinstance(each, SparseRows) else DenseLayout(tuple(each.shape), _dtype(each))
+        for each in gradients
     )
 
 
@@ -174,21 +169,17 @@ def numbered(layout: GradientLayout, variables: Sequence[Any], known: Sequence[A
     numbers = [number_of.get(id(variable), -1) for variable in variables]
     if not known or numbers == [*range(len(known))]:
         return layout
-    return tuple(
-        each._replace(number=number) if isinstance(each, SliceLayout | RowsLayout) else DenseLayout(*each[:2], number)
-        for each, number in zip(layout, numbers, strict=True)
-    )
+    return tuple(each._replace(number=number) for each, number in zip(layout, numbers, strict=True))
 
 
 def variables_of(layout: GradientLayout, known: Sequence[Any]) -> list[Any]:
     """The variables of a ``numbered`` layout."""
-    numbers = [getattr(each, "number", None) for each in layout]
-    return [known[index if number is None else number] for index, number in enumerate(numbers)]
+    return [known[index if each.number is None else each.number] for index, each in enumerate(layout)]
 
 
 def describe(layout: GradientLayout) -> str:
     """Returns ``layout`` as text, for errors."""
-    return ", ".join(f"{each[1]}{list(each[0])}" if type(each) is tuple else str(each) for each in layout)
+    return ", ".join(map(str, layout))
 
 
 def zeros_like(gradient: Any) -> Any:
@@ -220,12 +211,8 @@ def _squares(gradient: Gradient) -> Any:
 
 def zeros_of(layout: GradientLayout, rank: int) -> list[Gradient]:
     """Returns zeros of what ``rank`` receives of ``layout``, in host memory."""
-    return [
-        each.of_rank(rank).rows(0)
-        if isinstance(each, RowsLayout)
-        else np.zeros(each.items(rank) if isinstance(each, SliceLayout) else each[0], each[1])
-        for each in layout
-    ]
+    own = [each.of_rank(rank) for each in layout]
+    return [each.rows(0) if isinstance(each, RowsLayout) else np.zeros(each.shape, each.dtype) for each in own]
 
 
 def _dtype(array: Any) -> DType:

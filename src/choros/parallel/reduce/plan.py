@@ -17,7 +17,7 @@ from choros.parallel.compression.compressor import Float16, NoCompression
 from choros.parallel.compression.sliced import Bfloat16
 from choros.parallel.reduce.device import DeviceExchange
 from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
-from choros.parallel.reduce.gradients import GradientLayout, Ranges, RowsExchange, RowsLayout, describe
+from choros.parallel.reduce.gradients import GradientLayout, RowsExchange, RowsLayout, describe
 from choros.parallel.reduce.slices import OwnItemsExchange, ScatterExchange, check_slices
 from choros.settings import VARIABLES, current
 
@@ -102,8 +102,8 @@ class ReduceConfig:
     def bucket_indices(self, layout: GradientLayout) -> list[tuple[int, ...]]:
         """Returns each bucket's gradient indices, in sending order; sparse ones last: embeddings are first layers.
 
-        >>> matrix = ((256, 256), np.dtype("float32"))
-        >>> ReduceConfig(bucket_bytes=2**19).bucket_indices((matrix, matrix, matrix))
+        >>> from choros.parallel.reduce.gradients import layout_of
+        >>> ReduceConfig(bucket_bytes=2**19).bucket_indices(layout_of([np.ones((256, 256), np.float32)] * 3))
         [(2, 1), (0,)]
         """
         if self.bucket_bytes is None:
@@ -157,9 +157,9 @@ def plan_for(config: ReduceConfig, name: str, layout: GradientLayout, compares: 
     if every := current().noise_scale:
         counts += f", noise scale every {every} steps"
     arguments = f"{scales}, {counts}: {describe(layout)}; sent as {sent}"
-    sliced = any(map(_ranges_of, layout))
+    sliced = any(each.ranges for each in layout)
     if sliced:
-        check_slices(max(len(_ranges_of(each)) for each in layout), communicator)
+        check_slices(max(len(each.ranges) for each in layout), communicator)
     # A rank that has no optimizer cannot take part where each makes the updates of its slice.
     known = config.compressor.shares_state or sliced
     explain = None if known else functools.partial(_explain, config, name, layout)
@@ -168,11 +168,11 @@ def plan_for(config: ReduceConfig, name: str, layout: GradientLayout, compares: 
         for each in ("gradients", "gradients in buckets", "micro-batch", "gradients of micro-batches")
     )
     # The sum of unscaled values may overflow float16.
-    fits = all(each[1] != np.float16 for each in layout)
+    fits = all(each.dtype != np.float16 for each in layout)
     late = fits and isinstance(config.compressor, NoCompression)
     # Others leave out parts of gradients, or send them later.
     whole = isinstance(config.compressor, NoCompression | Float16 | Bfloat16)
-    measures = config.of_rows and whole and not sliced and all(each[1].kind != "c" for each in layout)
+    measures = config.of_rows and whole and not sliced and all(each.dtype.kind != "c" for each in layout)
     return Plan(
         config, layout, communicator, buckets, exchanges, step, first_bucket, micro_batch, early, late, measures, sliced
     )
@@ -190,7 +190,7 @@ def _exchange_for(
 ) -> Exchange:
     """Returns the exchange of the gradients at ``indices``; groups are kept together within a bucket."""
     unfused = current().fusion_bytes == 0
-    shapes = tuple((each[0], each[1]) for each in layout)
+    shapes = tuple(each[:2] for each in layout)
     groups = [[index] for index in range(len(layout))] if unfused else config.group_indices(len(layout))
 
     def dense_exchange(dense: Sequence[int]) -> Exchange:
@@ -213,15 +213,11 @@ def _exchange_for(
     kinds: dict[Callable[[Sequence[int]], Exchange], list[int]] = {}
     for index in indices:
         each = layout[index]
-        sparse, ranges = isinstance(each, RowsLayout), _ranges_of(each)
-        kinds.setdefault(row_exchange if sparse else slice_exchange if ranges else dense_exchange, []).append(index)
+        dense = slice_exchange if each.ranges else dense_exchange
+        kinds.setdefault(row_exchange if isinstance(each, RowsLayout) else dense, []).append(index)
     if len(kinds) == 1:
         ((exchange_of, _),) = kinds.items()
         return exchange_of(indices)
     positions = {index: position for position, index in enumerate(indices)}
     order = [each for each in (dense_exchange, slice_exchange, row_exchange) if each in kinds]
     return SplitExchange([([positions[index] for index in kinds[each]], each(kinds[each])) for each in order])
-
-
-def _ranges_of(each: Any) -> Ranges:
-    return getattr(each, "ranges", ())

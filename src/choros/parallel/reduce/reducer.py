@@ -164,8 +164,8 @@ class GradientReducer:
         out: Sequence[Array] | None = None,
     ) -> list[Gradient]:
         """Reduces this step's gradients of the mean loss of this rank's batch; zeros before its last micro-batch. Then
-        the *sum* over micro-batches, as the optimizer divides by their number; *times* that unless it averages. Of a
-        ``SliceLayout``, and of rows that have ``ranges``, it returns this rank's items.
+        the *sum* over micro-batches, as the optimizer divides by their number; *times* that unless it averages. Of what
+        has ``ranges`` in the layout it returns this rank's items.
         Results may be written to ``out``: not ``gradients`` themselves, if this ``may_repeat``.
         """
         kinds = layout_of(gradients) if layout is None else layout

@@ -34,7 +34,7 @@ from choros.comm.fusion import WireDtype, aligned_empty, concatenate_scaled, sca
 from choros.comm.transfers import gather_shares, scatter_shares
 from choros.errors import ConfigError, PeerLostError
 from choros.parallel.reduce.exchange import Exchange
-from choros.parallel.reduce.gradients import Ranges, RowsLayout, SliceLayout, SparseRows
+from choros.parallel.reduce.gradients import DenseLayout, Ranges, RowsLayout, SparseRows, describe
 
 #: Arrays are cut at multiples of this number of items, so that loops of vector instructions, and what they leave over,
 #: have the same items, and compute the same bits.
@@ -198,7 +198,7 @@ def _slice_lost(member: int, copy: int) -> PeerLostError:
 class ScatterExchange(Exchange):
     """Sums arrays by reducescatters, as they are or cast: each rank receives its items of each array, flat."""
 
-    def __init__(self, communicator: Communicator, layout: Sequence[SliceLayout], wire_dtype: WireDtype) -> None:
+    def __init__(self, communicator: Communicator, layout: Sequence[DenseLayout], wire_dtype: WireDtype) -> None:
         self._communicator = communicator
         self._layout = layout
         self._groups = [
@@ -244,7 +244,7 @@ class ScatterExchange(Exchange):
 class OwnItemsExchange(Exchange):
     """Sums arrays by another exchange, and keeps this rank's items: of compressed gradients, or those on a device."""
 
-    def __init__(self, exchange: Exchange, layout: Sequence[SliceLayout | RowsLayout], rank: int) -> None:
+    def __init__(self, exchange: Exchange, layout: Sequence[DenseLayout | RowsLayout], rank: int) -> None:
         self._exchange = exchange
         self._ranges = [each.ranges[rank] for each in layout]
         self.description = f"{exchange.description}, in slices"
@@ -272,7 +272,7 @@ def own_items(array: Any, start: int, stop: int) -> Any:
 
 def gather_slices(
     communicator: Communicator,
-    layout: Sequence[SliceLayout],
+    layout: Sequence[DenseLayout],
     held: Mapping[int, Sequence[Array]],
     outs: Sequence[Array] | None = None,
     name: str = "",
@@ -286,7 +286,7 @@ def gather_slices(
         PeerLostError: on all ranks, if those that had a slice were all lost.
 
     >>> from choros.comm.engines.threads import run_threads
-    >>> layout = [SliceLayout((5,), np.dtype("float32"), ((0, 2), (2, 5)))]
+    >>> layout = [DenseLayout((5,), np.dtype("float32"), ((0, 2), (2, 5)))]
     >>> def gather(communicator):
     ...     items = np.full(layout[0].items(communicator.rank), communicator.rank, np.float32)
     ...     return gather_slices(communicator, layout, {communicator.rank: [items]})[0].tolist()
@@ -341,15 +341,15 @@ def gather_parts(
     return [parts[number] for number in range(len(order))]
 
 
-def _shares(layout: Sequence[SliceLayout], flats: Sequence[Array], ranks: int) -> list[list[Array]]:
+def _shares(layout: Sequence[DenseLayout], flats: Sequence[Array], ranks: int) -> list[list[Array]]:
     """By rank, the parts of flat arrays that it has."""
     pairs = list(zip(layout, flats, strict=True))
     return [[flat[slice(*each.ranges[rank])] for each, flat in pairs if each.items(rank)] for rank in range(ranks)]
 
 
 @functools.lru_cache(maxsize=64)
-def _gather_request(layout: tuple[SliceLayout, ...], name: str) -> Request:
-    return Request("weights", ", ".join(map(str, layout)), name)
+def _gather_request(layout: tuple[DenseLayout, ...], name: str) -> Request:
+    return Request("weights", describe(layout), name)
 
 
 def log_memory(optimizer: str, weights: int, state: Callable[[], tuple[int, int]], process_set: ProcessSet) -> None:

@@ -34,11 +34,11 @@ from choros.comm import Array, ProcessSet, Reduction, Request, Work, global_proc
 from choros.errors import ConfigError, EngineError
 from choros.parallel.identical import Comparison, check_identical
 from choros.parallel.reduce.gradients import (
+    DenseLayout,
     Gradient,
     GradientLayout,
     Ranges,
     RowsLayout,
-    SliceLayout,
     SparseRows,
     describe,
     layout_of,
@@ -165,7 +165,7 @@ class BackwardExchange:
         _remove(self._hooks)
         self._parameters = list(parameters)
         self._ids = [id(parameter) for parameter in parameters]
-        self._plan(tuple((tuple(p.shape), self._adapter.spec(p).dtype) for p in parameters))
+        self._plan(tuple(DenseLayout(tuple(p.shape), self._adapter.spec(p).dtype) for p in parameters))
         self._kinds = Request("kinds of gradients", describe(self._layout))
         #: With how many admissions of new ranks, which do not know them, the ranks have agreed on the kinds.
         self._agreed_with: int | None = None
@@ -183,10 +183,7 @@ class BackwardExchange:
     def _divided(self, layout: GradientLayout) -> GradientLayout:
         """Returns ``layout`` as that of gradients of which each rank receives its items."""
         ranges = [self._ranges(parameter) if self._ranges else () for parameter in self._parameters]
-        return tuple(
-            each._replace(ranges=own) if isinstance(each, RowsLayout) else SliceLayout(each[0], each[1], own)
-            for each, own in zip(layout, ranges, strict=True)
-        )
+        return tuple(each._replace(ranges=own) for each, own in zip(layout, ranges, strict=True))
 
     def _new_step(self) -> _Step:
         return _Step([0] * len(self._parameters), [len(indices) for indices in self._buckets])
@@ -312,7 +309,7 @@ class BackwardExchange:
             self.reducer.config.process_set.communicator.reduce_in_place(flags, Reduction.MAX)
             index_dtype = np.dtype(np.int64)
             pairs = zip(self._layout, flags, strict=True)
-            self._plan(tuple(RowsLayout(*each[:2], index_dtype) if flag else each for each, flag in pairs))
+            self._plan(tuple(RowsLayout(each.shape, each.dtype, index_dtype) if flag else each for each, flag in pairs))
         self._agreed_with = self._admissions
 
 

@@ -126,8 +126,7 @@ class _Outlined:
         self._variables.append(created)  # type: ignore[attr-defined]
         return created
 
-    def add_variable_from_reference(self, reference_variable: Any, *args: Any, **options: Any) -> Any:
-        return BaseOptimizer.add_variable_from_reference(self, reference_variable, *args, **options)
+    add_variable_from_reference = BaseOptimizer.add_variable_from_reference
 
     def assign(self, variable: Any, value: Any) -> None:
         """Nothing: outlines have no values."""
