@@ -130,6 +130,16 @@ def case_an_optimizer_before_init_is_an_error():
     hvd.init()
 
 
+def case_a_fit_after_shutdown_is_an_error():
+    model = build(same_start=True, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD()))
+    hvd.shutdown()
+    try:
+        with pytest.raises(ValueError, match=r"call init\(\) once"):
+            model.fit(*data(BATCH), verbose=0)
+    finally:
+        hvd.init()
+
+
 def check_transparent(optimizer: str, n: int, sharded: object, **fit_args: object) -> None:
     expected, theirs = reference(optimizer, n)
     model = build(same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS[optimizer]()))
