@@ -85,7 +85,8 @@ class Variable:
                 return choice
         valid = list(self.aliases.get(name, ()))
         valid += [choice for choice in self.choices if choice.casefold() not in valid]
-        raise ConfigError(f"{name}={text!r} is not one of {', '.join(valid)}. It sets {self.help}")
+        flag = f", or {self.flag.split()[0]}," if self.flag else ""
+        raise ConfigError(f"{name}={text!r} is not one of {', '.join(valid)}. It{flag} sets {self.help}")
 
     def _number(self, name: str, text: str) -> Any:
         """Returns the number in ``text``, finite, 0 or more (above 0), whole if it is to be an ``int``."""

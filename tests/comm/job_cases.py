@@ -105,7 +105,7 @@ def case_a_removed_set_cannot_be_used_but_added_again() -> None:
         assert own.process_set_id is not None
         assert choros.remove_process_set(own)
         assert (own.process_set_id, own.included(), own.size(), own.rank()) == (None, None, None, None)
-        with pytest.raises(NotInitializedError):
+        with pytest.raises(ConfigError, match=r"ranks \[0, 1\] is not registered"):
             total(own)
     assert not choros.remove_process_set(own)
     assert not choros.remove_process_set(choros.global_process_set)

@@ -135,6 +135,14 @@ def test_functions_before_init_and_after_shutdown_raise_an_error(what: str) -> N
         choros.shutdown()
 
 
+def test_a_set_that_is_not_registered_since_init() -> None:
+    kept = choros.ProcessSet([0])
+    choros.init()
+    with pytest.raises(ConfigError, match=r"the ranks \[0\] is not registered: call hvd\.add_process_set\(\)"):
+        objects.broadcast_object(1, process_set=kept)
+    choros.shutdown()
+
+
 def test_shutdown_before_init_and_twice_does_nothing() -> None:
     choros.shutdown()
     choros.init()

@@ -131,6 +131,18 @@ def case_an_optimizer_before_init_is_an_error():
     hvd.init()
 
 
+def case_a_fit_after_shutdown_is_an_error():
+    models = [build(same_start=True, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD())) for _ in range(2)]
+    fit(models[0], *data(BATCH))
+    hvd.shutdown()
+    try:
+        for model in models:
+            with pytest.raises(Exception, match=r"call init\(\) once"):
+                model.fit(*data(BATCH), verbose=0)
+    finally:
+        hvd.init()
+
+
 def check_transparent(optimizer: str, n: int, sharded: object, **fit_args: object) -> None:
     expected, theirs = reference(optimizer, n)
     model = build(same_start=False, optimizer=hvd.DistributedOptimizer(OPTIMIZERS[optimizer]()))

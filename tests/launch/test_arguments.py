@@ -183,6 +183,7 @@ def test_more_slots_than_any_machine_has(slots):
         ({"use_gloo": True, "use_mpi": True}, "Gloo and MPI are two engines"),
         ({"timeout": float("inf")}, "timeout=inf: expected"),
         ({"report": "/"}, "report='/': it names no file"),
+        ({"report": "a/r.html", "env": {"CHOROS_TIMELINE": "./a/r.json"}}, "own ./a/r.json over the timeline"),
         *(({name: ""}, f"{name}='': it is empty") for name in ("commit_dir", "output_dir", "host_discovery_script")),
     ],
 )
@@ -202,6 +203,8 @@ def test_run_has_no_other_arguments():
     [
         (["-np", "two"], {}, "'two' is not a valid whole number"),
         (["--start-timeout", "inf"], {}, "--start-timeout inf: expected a finite number of seconds"),
+        (["--report", "r", "--timeline-filename", "r.json"], {}, "--report r: it would write its own r.json over the"),
+        (["--spot-notices", "foo"], {}, "'foo' is not one of none, aws, azure, gcp. It, or --spot-notices, sets the"),
         ([], {"CHOROS_START_TIMEOUT": "nan"}, "CHOROS_START_TIMEOUT='nan' is not a number of seconds above 0"),
         ([], {"CHOROS_COMPARE_EVERY": "0.5"}, "CHOROS_COMPARE_EVERY='0.5' is not a whole number of steps of 0 or more"),
         ([], {"SLURM_JOB_ID": "1", "SLURM_HET_SIZE": "some"}, "this allocation of SLURM has some components"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -315,9 +316,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert "2 ranks, 4 calls of collectives" in ended(str(file))
     assert f"{tmp_path}/none.json: there is no such timeline" in ended(f"{tmp_path}/none.json", code=2)
     assert "Missing argument 'FILE'.\nTry choros timeline --help." in ended(code=2)
-    for text in ("{}", "no JSON"):
+    for text, why in (
+        ("{}", "it has no events"),
+        ("no JSON", ""),
+        ('{"ranks": {}}', "--report is read by choros report"),
+    ):
         file.write_text(text)
-        assert "not a timeline" in ended(str(file), code=2)
+        assert re.search(f"not a timeline that choros has written: .*{why}", ended(str(file), code=2))
 
 
 def test_the_help_teaches() -> None:

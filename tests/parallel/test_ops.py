@@ -3,6 +3,8 @@ import pytest
 
 from choros.comm import ProcessSet
 from choros.comm.engines.local import LocalCommunicator
+from choros.comm.engines.threads import run_threads
+from choros.errors import MismatchError
 from choros.parallel import ops
 from choros.parallel.compression import Compression
 from harness import FRAMEWORKS, Job, check_case, on
@@ -32,3 +34,17 @@ def test_an_average_in_which_a_rank_is_lost_is_that_of_the_others(dtype, compres
     mean = ops.allreduce(np.ones(2, dtype), compression=compression, process_set=process_set)
     assert communicator.size == 3
     np.testing.assert_allclose(mean, 1.0, rtol=1e-3)
+
+
+@pytest.mark.parametrize("factor", ["prescale_factor", "postscale_factor"])
+@pytest.mark.parametrize("collective", ["allreduce", "grouped_allreduce", "reducescatter", "grouped_reducescatter"])
+def test_factors_that_differ_mismatch(collective, factor):
+    def call(communicator) -> None:
+        process_set = ProcessSet(communicator.ranks)
+        process_set.register(0, communicator.ranks, communicator)
+        array = np.ones(2)
+        given = {factor: 2.0 if communicator.rank else 0.5, "process_set": process_set}
+        with pytest.raises(MismatchError, match=rf"rank 0: .*{factor}=0\.5, .*\n.*rank 1: .*{factor}=2\.0, "):
+            getattr(ops, collective)([array] if "grouped" in collective else array, **given)
+
+    run_threads(call, 2)

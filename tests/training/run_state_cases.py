@@ -128,10 +128,11 @@ def case_a_state_of_another_model_is_refused_and_changes_nothing():
     other = keras.Sequential([keras.Input((5,)), *model.layers[:-1], keras.layers.Dense(2)])
     other.compile(keras.optimizers.AdamW(0.01), "mse")
     before = [np.array(weight) for weight in other.get_weights()]
-    with pytest.raises(
-        ConfigError, match=r"weight 8 is float32 of shape \(4, 1\) in it, and float32 of shape \(4, 2\)"
-    ):
-        RunState(other, []).restore(state)
+    of_weights = r"commit in runs/fit-1 .* weight 8 is float32 of shape \(4, 1\) in it, and float32 of shape \(4, 2\)"
+    with pytest.raises(ConfigError, match=of_weights):
+        RunState(other, [], "the commit in runs/fit-1").restore(state)
+    with pytest.raises(ConfigError, match=r"it has 3 variables of optimizer 1, and the model has \d+\. .*--commit-dir"):
+        RunState(model, []).restore(state | {"optimizers": [state["optimizers"][0][:3]]})
     for one, weight in zip(before, other.get_weights(), strict=True):
         np.testing.assert_array_equal(one, weight)
 

@@ -54,9 +54,16 @@ class Communicator(Members):
 
     @final
     def allreduce(
-        self, array: ArrayLike, op: Reduction = Reduction.AVERAGE, *, name: str = "", out: Array | None = None
+        self,
+        array: ArrayLike,
+        op: Reduction = Reduction.AVERAGE,
+        *,
+        name: str = "",
+        out: Array | None = None,
+        scaled: str = "",
     ) -> Array:
         """Reduces ``array`` over all ranks, into ``out``, maybe ``array``: that, or one from ``empty``, saves copies.
+        ``scaled``: how callers scale, here and in other reductions, which must be the same on every rank, too.
 
         >>> from choros.comm.engines.local import LocalCommunicator
         >>> LocalCommunicator().allreduce([1.0, 2.0])
@@ -64,7 +71,7 @@ class Communicator(Members):
         """
         source = np.asarray(array)
         if out is None:
-            return self._allreduce_all("allreduce", [source], op, name)[0]
+            return self._allreduce_all("allreduce", [source], op, name, scaled=scaled)[0]
         if out is source and (self.size == 1 or self._is_registered(out)):
             request, engine_op = _in_place(out.dtype, out.shape, op, name)
             if request is not None and _problem_of_out(source, out) is None:
@@ -82,6 +89,7 @@ class Communicator(Members):
         *,
         name: str = "",
         out: Sequence[Array] | None = None,
+        scaled: str = "",
     ) -> list[Array]:
         """``allreduce`` of several arrays, checked with one control message for all of them.
 
@@ -91,7 +99,8 @@ class Communicator(Members):
         [array([1., 1.]), array([1.])]
         """
         outs = None if out is None else list(out)
-        return self._allreduce_all("grouped_allreduce", [np.asarray(array) for array in arrays], op, name, outs)
+        given = [np.asarray(array) for array in arrays]
+        return self._allreduce_all("grouped_allreduce", given, op, name, outs, scaled)
 
     @final
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
@@ -163,16 +172,18 @@ class Communicator(Members):
         return self.atomic(collective)
 
     @final
-    def reducescatter(self, array: ArrayLike, op: Reduction = Reduction.AVERAGE, *, name: str = "") -> Array:
+    def reducescatter(
+        self, array: ArrayLike, op: Reduction = Reduction.AVERAGE, *, name: str = "", scaled: str = ""
+    ) -> Array:
         """Reduces ``array`` over all ranks and returns this rank's rows of the result, as by ``shard_range``."""
-        return self._scatter_all("reducescatter", [np.asarray(array)], op, name)[0]
+        return self._scatter_all("reducescatter", [np.asarray(array)], op, name, scaled)[0]
 
     @final
     def grouped_reducescatter(
-        self, arrays: Sequence[ArrayLike], op: Reduction = Reduction.AVERAGE, *, name: str = ""
+        self, arrays: Sequence[ArrayLike], op: Reduction = Reduction.AVERAGE, *, name: str = "", scaled: str = ""
     ) -> list[Array]:
         """``reducescatter`` of several arrays in few messages: small ones of one dtype are sent together."""
-        return self._scatter_all("grouped_reducescatter", [np.asarray(array) for array in arrays], op, name)
+        return self._scatter_all("grouped_reducescatter", [np.asarray(array) for array in arrays], op, name, scaled)
 
     @final
     def alltoall(
@@ -267,10 +278,16 @@ class Communicator(Members):
         return members
 
     def _allreduce_all(
-        self, collective: str, arrays: list[Array], op: Reduction, name: str, outs: list[Array] | None = None
+        self,
+        collective: str,
+        arrays: list[Array],
+        op: Reduction,
+        name: str,
+        outs: list[Array] | None = None,
+        scaled: str = "",
     ) -> list[Array]:
         layout = tuple([(array.shape, array.dtype) for array in arrays])
-        request = _request(collective, layout, name, op=op)
+        request = _request(collective, layout, name, op=op, scaled=scaled)
         problem = _problem_of(arrays, op, whole=True)
         problem = problem or next(filter(None, map(_problem_of_out, arrays, outs or ())), None)
         if outs is not None and len(outs) != len(arrays):
@@ -287,8 +304,9 @@ class Communicator(Members):
             np.copyto(out, result)
         return outs
 
-    def _scatter_all(self, collective: str, arrays: list[Array], op: Reduction, name: str) -> list[Array]:
-        request = _request(collective, tuple([(array.shape, array.dtype) for array in arrays]), name, op=op)
+    def _scatter_all(self, collective: str, arrays: list[Array], op: Reduction, name: str, scaled: str) -> list[Array]:
+        layout = tuple([(array.shape, array.dtype) for array in arrays])
+        request = _request(collective, layout, name, op=op, scaled=scaled)
         problem = _problem_of(arrays, op)
         if problem is None and not all(array.shape for array in arrays):
             problem = ConfigError("reducescatter: a scalar has no rows to scatter; give it at least one dimension.")
@@ -333,9 +351,10 @@ def _request(
     op: Reduction | None = None,
     root: int | None = None,
     of_rows: bool = False,
+    scaled: str = "",
 ) -> Request:
     """Cached, as most requests are made every step; so is their digest. ``of_rows``: shapes are those of one row."""
-    given = [] if op is None else [f"op={op.title}"]
+    given = [scaled] if op is None else [f"op={op.title}", scaled]
     given += [] if root is None else [f"root={root}"]
     shapes = [f"(any, {', '.join(map(str, shape))})" if of_rows else str(shape) for shape, _ in layout]
     given += ["; ".join(f"dtype={dtype}, shape={shape}" for (_, dtype), shape in zip(layout, shapes, strict=True))]

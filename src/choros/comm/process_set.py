@@ -111,15 +111,26 @@ class ProcessSet:
         """The members' communicator, which ``register`` sets; without, it raises an error.
 
         Raises:
-            NotInitializedError: the set is not registered.
-            ConfigError: this process is not a member.
+            NotInitializedError: before ``init()``.
+            ConfigError: the set is not registered, or this process is not a member.
         """
-        if self.process_set_id is None:
-            raise NotInitializedError("a collective" if self.ranks == [] else f"a collective of {self}")
+        self.check_registered("a collective" if self.ranks == [] else f"a collective of {self}")
         raise ConfigError(
             f"this rank is not in {self}: only its members may call collectives on it. Guard the call with "
             "process_set.included()."
         )
+
+    def check_registered(self, what: str) -> None:
+        """Raises a ``NotInitializedError`` before ``init()``, and a ``ConfigError`` if the set is not registered; in
+        its message ``what`` names what needs it.
+        """
+        if self.process_set_id is None:
+            if global_process_set.process_set_id is None:
+                raise NotInitializedError(what)
+            raise ConfigError(
+                f"{what}: the process set of the ranks {self.ranks} is not registered: call hvd.add_process_set() with "
+                "it on all ranks, after each init()."
+            )
 
     def included(self) -> bool | None:
         """Whether this process is a member; ``None`` if the set is not registered."""

@@ -101,6 +101,12 @@ class CollectiveCall:
         return self.prescale_factor * self.postscale_factor
 
     @property
+    def _scaled_by(self) -> str:
+        """The factors, as ranks compare them."""
+        factors = (("prescale_factor", self.prescale_factor), ("postscale_factor", self.postscale_factor))
+        return ", ".join(f"{name}={float(factor)}" for name, factor in factors if factor != 1.0)
+
+    @property
     def gradient_factor(self) -> float:
         """The factor of the adjoint of a collective whose gradient in Horovod is another one."""
         if not self.horovod_gradients:
@@ -114,12 +120,12 @@ class CollectiveCall:
             self, collective=collective or self.collective, name=f"gradient of {self.name or self.collective}"
         )
 
-    def run(self, hosts: Sequence[Array], *arguments: Any) -> list[Array]:
+    def run(self, hosts: Sequence[Array], *arguments: Any, **options: str) -> list[Array]:
         """Calls the collective with one array, or with several if it is grouped."""
-        collective = getattr(self.communicator, self.collective)
+        collective = partial(getattr(self.communicator, self.collective), name=self.label, **options)
         if not self.collective.startswith("grouped_"):
-            return [collective(hosts[0], *arguments, name=self.label)]
-        results: list[Array] = collective(list(hosts), *arguments, name=self.label)
+            return [collective(hosts[0], *arguments)]
+        results: list[Array] = collective(list(hosts), *arguments)
         return results
 
     def reduce(self, hosts: Sequence[Array]) -> list[Array]:
@@ -139,7 +145,7 @@ class CollectiveCall:
             for index in indices:
                 call, wire = plans[index]
                 sent.append(_scaled(hosts[index], call.prescale_factor).astype(wire, copy=False))
-            for index, array in zip(indices, self.run(sent, op), strict=True):
+            for index, array in zip(indices, self.run(sent, op, scaled=self._scaled_by), strict=True):
                 received = array.astype(hosts[index].dtype, copy=False)
                 results[index] = _scaled(received, plans[index][0].postscale_factor)
         return results

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from choros.arrays import framework_adapter
 from choros.comm import ProcessSet, Reduction, global_process_set, joining
-from choros.errors import ConfigError, NotInitializedError
+from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.compression import Compressor
 from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
@@ -48,8 +48,7 @@ def reduction_of(
     """Returns how a tape, or an optimizer of TensorFlow 1, reduces gradients; a ``ConfigError`` for invalid arguments.
     The arguments are Horovod's; ``groups``: a number, 0: none, or lists of sources.
     """
-    if process_set.included() is None:
-        raise NotInitializedError("the distributed tape or optimizer")
+    process_set.check_registered("the distributed tape or optimizer")
     if keras.backend.backend() != "tensorflow":
         raise ConfigError(
             f"distributed tapes and optimizers of TensorFlow need Keras on TensorFlow, but Keras uses "

@@ -20,7 +20,7 @@ import torch
 
 from choros.comm import ProcessSet, Reduction, global_process_set, has_others, joining
 from choros.data.data_loader import time_data_loaders
-from choros.errors import ConfigError, NotInitializedError
+from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.objects import allgather_object
 from choros.parallel.reduce.device import device_to_reduce_on
@@ -211,8 +211,7 @@ def _check(
     """Raises an error if the optimizer cannot be distributed; keeps the names of its parameters. ``sharded_op``: the
     reduction if ranks are to have slices of its state.
     """
-    if process_set.included() is None:
-        raise NotInitializedError("DistributedOptimizer()")
+    process_set.check_registered("DistributedOptimizer()")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"DistributedOptimizer takes a torch.optim.Optimizer, not a {type(optimizer).__name__}: create one, such "

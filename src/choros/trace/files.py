@@ -113,6 +113,10 @@ def from_json(text: str | bytes) -> Trace:
     """Returns the trace in a file that ``to_json`` wrote; a ``ValueError`` if the text is none."""
     try:
         data = json.loads(text)
+        if "otherData" not in data:
+            raise ValueError(
+                "the record of --report is read by choros report" if "ranks" in data else "it has no events"
+            )
         about = data["otherData"]
         ranks = tuple(
             TracedRank(each["rank"], each["host"], _ns(each["began"]), _ns(each["ended"])) for each in about["ranks"]

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from choros.comm import ProcessSet, Reduction, global_process_set
-from choros.errors import ConfigError, NotInitializedError
+from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
 from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
@@ -132,8 +132,7 @@ def PartialDistributedOptimizer(
 
 def _checked(optimizer: Any, process_set: ProcessSet) -> Any:
     """Returns the innermost optimizer; an error if ``optimizer`` cannot be distributed."""
-    if process_set.included() is None:
-        raise NotInitializedError("DistributedOptimizer()")
+    process_set.check_registered("DistributedOptimizer()")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(
             f"DistributedOptimizer takes a keras.optimizers.Optimizer, not a {type(optimizer).__name__}: create one, "

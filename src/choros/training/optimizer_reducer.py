@@ -189,6 +189,9 @@ class OptimizerReducer:
                 return self._sum_over_devices(gradients)
             reducer = self._summing
         config = reducer.config
+        membership = config.process_set.membership
+        if membership is not None and len(membership.ranks) > 1:  # after shutdown(), each rank would train apart
+            config.process_set.check_registered("an update of a distributed optimizer")
         step = current_step()
         of_all_ranks = step is not None and step.of_all_ranks
         if of_all_ranks or not reducer.active:

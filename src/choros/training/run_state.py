@@ -94,8 +94,10 @@ class RunState:
         >>> run.restore(state)
     """
 
-    def __init__(self, model: Any, callbacks: Sequence[Any]) -> None:
+    def __init__(self, model: Any, callbacks: Sequence[Any], source: str = "the state") -> None:
+        """``source``: what it restores from, for errors."""
         self._model = model
+        self._source = source
         self._callbacks = [each for each in callbacks if type(each).__name__ != "ProgbarLogger"]
         self._configured = [_configuration(each) for each in self._callbacks]
 
@@ -132,10 +134,7 @@ class RunState:
             build_metrics(model, lambda: batch)
         optimizers = built_optimizers(model)
         if len(optimizers) != len(state["optimizers"]):
-            raise ConfigError(
-                f"the state has {len(state['optimizers'])} optimizers, and the model {model.name!r} {len(optimizers)}: "
-                "restore it into the same model, compiled in the same way."
-            )
+            raise self._misfit(f"it has {len(state['optimizers'])} optimizers, and the model has {len(optimizers)}")
         seeds = [each.state for each in seed_generators_of(model)]
         parts = [("weight", model.weights, state["weights"]), ("seed", seeds, state["seeds"])]
         pairs = zip(optimizers, state["optimizers"], strict=True)
@@ -145,9 +144,9 @@ class RunState:
         if state["metrics"] is not None:
             parts.append(("metric variable", model.metrics_variables, state["metrics"]))
         for part in parts:
-            _check(model, *part)
+            self._check(*part)
         for number, (optimizer, values) in enumerate(own, start=1):
-            _check(model, f"optimizer {number}, variable", whole_outlines(optimizer), values)
+            self._check("variable", whole_outlines(optimizer), values, f" of optimizer {number}")
         for _, variables, values in parts:
             for variable, value in zip(variables, values, strict=True):
                 current = local_value(variable)
@@ -161,6 +160,23 @@ class RunState:
                 _restore(callback, copy.deepcopy(state["callbacks"][key]))
         set_random_streams(state["random"])
 
+    def _check(self, kind: str, variables: Sequence[Any], values: Sequence[Array], of: str = "") -> None:
+        expected = [(tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)) for variable in variables]
+        found = [(value.shape, str(value.dtype)) for value in values]
+        pairs = zip(found, expected, strict=False)
+        for number, ((shape, dtype), (own_shape, own_dtype)) in enumerate(pairs):
+            if (shape, dtype) != (own_shape, own_dtype):
+                in_model = f"{own_dtype} of shape {own_shape} in the model"
+                raise self._misfit(f"{kind} {number}{of} is {dtype} of shape {shape} in it, and {in_model}")
+        if len(found) != len(expected):
+            raise self._misfit(f"it has {len(found)} {kind}s{of}, and the model has {len(expected)}")
+
+    def _misfit(self, where: str) -> ConfigError:
+        return ConfigError(
+            f"{self._source} does not fit the model {self._model.name!r}: {where}. Go on with the same model, compiled "
+            "in the same way, or use another --commit-dir for a new training."
+        )
+
 
 def _has_state(optimizer: Any) -> bool:
     """Whether this rank has an optimizer's state, or a slice of it."""
@@ -171,23 +187,6 @@ def _has_state(optimizer: Any) -> bool:
 def _values(variables: Sequence[Any]) -> list[Array]:
     values = [local_value(variable) for variable in variables]
     return [np.array(adapter_of(value).to_host(value)) for value in values]
-
-
-def _check(model: Any, kind: str, variables: Sequence[Any], values: Sequence[Array]) -> None:
-    expected = [(tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)) for variable in variables]
-    found = [(value.shape, str(value.dtype)) for value in values]
-    if expected != found:
-        number = next((n for n, pair in enumerate(zip(expected, found, strict=False)) if pair[0] != pair[1]), None)
-        where = (
-            f"it has {len(found)} {kind}s, and the model {len(expected)}"
-            if number is None
-            else f"{kind} {number} is {found[number][1]} of shape {found[number][0]} in it, and "
-            f"{expected[number][1]} of shape {expected[number][0]} in the model"
-        )
-        raise ConfigError(
-            f"the state does not match the model {model.name!r}: {where}. Restore it into the same model, compiled in "
-            "the same way; on TensorFlow, pass a batch, from which metrics are created."
-        )
 
 
 # callbacks --------------------------------------------------------------------------------------
@@ -272,7 +271,8 @@ class RunCallback(keras.callbacks.Callback):
         """Goes on from the last commit, which rank 0 reads, if there is one; a new rank waits until it is taken in."""
         if self._store is None and not self._admits:
             return
-        self._run = RunState(self.model, [*self._callbacks, self.model.history])
+        source = "the state" if self._store is None else f"the commit in {self._store.directory}"
+        self._run = RunState(self.model, [*self._callbacks, self.model.history], source)
         self._epochs = epochs = steps_of(self.model).epochs
         if epochs is not None:
             epochs.commit = None if self._store is None else self._commit

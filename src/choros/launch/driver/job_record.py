@@ -149,18 +149,18 @@ class JobRecord:
             "ranks": {str(number): rank.to_json(moments) for number, rank in sorted(self.ranks.items())},
         }
 
-    def write(self, file: Path, show: Callable[[str], None]) -> None:
-        """Writes the record beside ``file``, as ``.json``, and its page; if one cannot be written, ``show`` says so."""
+    def write(self, file: Path, page: Path, show: Callable[[str], None]) -> None:
+        """Writes the record to ``file``, and its page; if one cannot be written, ``show`` says so."""
         from choros.report.page import page_of, write_page  # takes 50 ms; jobs without a report do not need it
         from choros.report.record import WrittenRecord
 
         try:
-            record, page = self.to_json(), file.with_suffix(".html") if file.suffix in ("", ".json") else file
-            with unfinished(file.with_suffix(".json")) as name:
+            record = self.to_json()
+            with unfinished(file) as name:
                 name.write_text(json.dumps(record))
             write_page(page, page_of(WrittenRecord.of(record)))
         except Exception as error:  # noqa: BLE001 – whatever it is, the exit code is the job's
-            show(f"chorosrun: the report {file} cannot be written: {error}.")
+            show(f"chorosrun: the report {page} cannot be written: {error}.")
 
 
 def screen_lines(data: bytes) -> list[str]:

@@ -70,8 +70,8 @@ def launch(
     for line in outcome.lines if shows_outcome else ():
         output.show(line)
     record.end(outcome.exit_code)
-    if arguments.report is not None:
-        record.write(Path(arguments.report), output.show)
+    if arguments.report_files is not None:
+        record.write(*arguments.report_files, output.show)
     return job_end, outcome
 
 

@@ -267,6 +267,14 @@ class Arguments:
         """Whether the arguments say where the ranks run."""
         return any(getattr(self, name) is not None for name in _NAME_HOSTS)
 
+    @property
+    def report_files(self) -> tuple[Path, Path] | None:
+        """The files that ``report`` means: the record and the page."""
+        if self.report is None:
+            return None
+        file = Path(self.report)
+        return file.with_suffix(".json"), file.with_suffix(".html") if file.suffix in ("", ".json") else file
+
     def limits(self, environ: Mapping[str, str]) -> Limits:
         """Returns the time limits, some of which are variables in ``environ``."""
         ranks = {**environ, **self.env}
@@ -365,6 +373,9 @@ class Arguments:
         if self.commit_steps and not VARIABLES["commit_dir"].read({**environ, **self.env, **given}):
             steps, missing = self._spelled("commit_steps"), self._spelled("commit_dir")
             raise ConfigError(f"{steps} {self.commit_steps}: no directory for the commits is given. Add {missing}.")
+        timeline = VARIABLES["timeline"].read({**environ, **self.env})
+        if timeline and os.path.abspath(timeline) in map(os.path.abspath, self.report_files or ()):
+            raise self._invalid("report", f"it would write its own {timeline} over the timeline: name another file.")
         return {**self.env, **given, **(elastic.variables() if elastic else {})}
 
     def _hosts(self, environ: Mapping[str, str]) -> tuple[Host, ...]:
