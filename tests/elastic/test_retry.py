@@ -350,7 +350,7 @@ def test_an_epoch_ends_if_loaders_drop_what_is_left() -> None:
 
 
 @pytest.mark.usefixtures("changing")
-@pytest.mark.parametrize(("examples", "repeated"), [(17, 1), (18, 0), (19, 0), (1, 1)])
+@pytest.mark.parametrize(("examples", "repeated"), [(17, 1), (18, 0), (19, 0), (31, 1), (1, 1)])
 @pytest.mark.parametrize("joins", [False, True])
 def test_a_rank_repeats_an_example_only_in_the_place_of_a_whole_batch(
     examples: int, repeated: int, joins: bool, monkeypatch: pytest.MonkeyPatch
