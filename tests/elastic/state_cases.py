@@ -358,6 +358,8 @@ def case_tensorflow_states():
     assert variable.numpy().tolist() == [1.0]
     with pytest.raises(ConfigError, match="needs the variables"):
         hvd.elastic.TensorFlowState()
+    with tf.Graph().as_default(), pytest.raises(ConfigError, match="a graph of TensorFlow 1 has no elastic state"):
+        hvd.elastic.TensorFlowState([tf.compat.v1.get_variable("of_graph", ())])
     own = model(hvd.rank())
     of_model = hvd.elastic.TensorFlowKerasState(own, own.optimizer, batch=hvd.rank())
     of_model.sync()
