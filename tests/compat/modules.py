@@ -77,6 +77,15 @@ def keras_2_problems() -> Iterator[str]:
     scaled.build(model.trainable_variables)
     if scaled.variables() != scaled.variables or len(scaled.variables()) <= len(scaled.inner_optimizer.variables()):
         yield "variables() of a LossScaleOptimizer are not its own"
+    scaled.lr = 0.25
+    if float(scaled.inner_optimizer.lr) != 0.25:
+        yield "lr is not settable"
+    scaled.lr.assign(0.5)
+    if float(scaled.learning_rate) != 0.5:
+        yield "lr is not the learning rate"
+    keras.backend.set_value(scaled.lr, 0.75)
+    if float(scaled.lr) != 0.75:
+        yield "set_value() does not set lr"
     from horovod import tensorflow as hvd
 
     if not (hvd._executing_eagerly() and hvd.util._executing_eagerly()):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import choros.keras as hvd
-from choros.elastic.state import ObjectState
 from choros.errors import ConfigError
 from choros.parallel.objects import allgather_object, object_of_first
 from choros.training.sliced_optimizer import whole_values
@@ -99,6 +98,12 @@ def case_commits_during_an_epoch_have_the_weights_of_the_step():
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             seen.append(np.asarray(self.model.get_weights()[0]))
 
+    class Counts(hvd.elastic.CommitStateCallback):
+        def commit(self) -> None:
+            counted.append(1)
+            super().commit()
+
+    counted: list[int] = []
     commits: list[Any] = []
     save = state.save
 
@@ -107,8 +112,9 @@ def case_commits_during_an_epoch_have_the_weights_of_the_step():
         commits.append(state.committed()["values"][0])
 
     state.save = recorded  # type: ignore[method-assign]
-    own.fit(X, Y, batch_size=8, verbose=0, callbacks=[Records(), hvd.elastic.CommitStateCallback(state, 2)])
+    own.fit(X, Y, batch_size=8, verbose=0, callbacks=[Records(), Counts(state, 2)])
     assert_same(commits, [seen[1], seen[3], seen[3]])
+    assert len(counted) == 3
 
 
 def case_commits_change_nothing_for_a_rank_without_batches():
@@ -238,6 +244,9 @@ def case_a_commit_of_a_torch_state_is_of_all_values_or_none():
         def save(self) -> None:
             raise hvd.elastic.HorovodInternalError("as if a rank was lost")
 
+        def restore(self) -> None:
+            pass
+
         sync = save
 
     registry = hvd.elastic.get_handler_registry()
@@ -252,8 +261,7 @@ def case_a_commit_of_a_torch_state_is_of_all_values_or_none():
         state.step = 7
         with pytest.raises(hvd.elastic.HorovodInternalError):
             change()
-        state._handlers["model"].restore()
-        ObjectState.restore(state)
+        state.restore()
         torch.testing.assert_close(state.model.weight.detach(), before)
         assert state.step == 0
 
@@ -297,6 +305,34 @@ def case_a_torch_state_is_synchronised_and_its_values_can_be_replaced():
         hvd.elastic.set_handler_registry(registry)
 
 
+def case_a_scheduler_of_any_class_stays_that_of_its_optimizer():
+    import torch
+
+    import choros.torch as hvd
+
+    class Scheduler:
+        """As those of timm."""
+
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer, self.steps = optimizer, 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            vars(self).update(state_dict)
+
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)
+    scheduler = Scheduler(optimizer)
+    scheduler.steps = hvd.rank() + 4
+    state = hvd.elastic.TorchState(optimizer=optimizer, scheduler=scheduler)
+    state.sync()
+    assert scheduler.steps == 4
+    scheduler.steps = 7
+    state.restore()
+    assert (state.scheduler, scheduler.optimizer, scheduler.steps) == (scheduler, optimizer, 4)
+
+
 def case_ranks_notice_changed_hosts_together():
     state = hvd.elastic.ObjectState(step=hvd.rank())
     state.check_host_updates()
@@ -322,6 +358,8 @@ def case_tensorflow_states():
     assert variable.numpy().tolist() == [1.0]
     with pytest.raises(ConfigError, match="needs the variables"):
         hvd.elastic.TensorFlowState()
+    with tf.Graph().as_default(), pytest.raises(ConfigError, match="a graph of TensorFlow 1 has no elastic state"):
+        hvd.elastic.TensorFlowState([tf.compat.v1.get_variable("of_graph", ())])
     own = model(hvd.rank())
     of_model = hvd.elastic.TensorFlowKerasState(own, own.optimizer, batch=hvd.rank())
     of_model.sync()
@@ -350,6 +388,30 @@ def case_jax_parameters_are_objects():
     train(state)
     assert calls == [[0.0, 0.0], [0.0, 0.0]]
     assert state.params["w"].tolist() == [1.0, 1.0]
+
+
+def case_the_sampler_of_a_state_of_objects_is_the_given_one():
+    import choros.jax as hvd
+
+    sampler = hvd.elastic.ElasticSampler(range(12), shuffle=False)
+    state = hvd.elastic.ObjectState(sampler=sampler, commits=0)
+    assert state.sampler is sampler
+    sampler.record_batch(0, 2)
+    state.commits += 1
+    state.commit()
+    committed = state.committed()
+    sampler.record_batch(1, 2)
+    state.restore()
+    assert (state.sampler, state.commits) == (sampler, 1)
+    assert sorted(index for each in allgather_object(list(sampler)) for index in each) == list(range(4, 12))
+    if hvd.rank() == 1:
+        sampler.record_batch(1, 2)
+    state.sync()
+    assert sorted(index for each in allgather_object(list(sampler)) for index in each) == list(range(4, 12))
+    other = hvd.elastic.ObjectState(sampler=hvd.elastic.ElasticSampler(range(12), shuffle=False), commits=0)
+    other.use(committed)
+    other.restore()
+    assert (list(other.sampler), other.commits) == (list(sampler), 1)
 
 
 def case_an_error_of_the_first_rank_is_raised_on_all():

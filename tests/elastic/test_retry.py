@@ -320,6 +320,18 @@ def test_what_a_rank_leaves_over_before_the_first_batch_is_not_lost(changing: Ch
     assert list(sampler) == [0]
 
 
+def test_the_sampler_of_a_state_shards_anew_what_a_lost_rank_had(changing: Changing) -> None:
+    sampler = ElasticSampler(range(9), shuffle=False)
+    sampler._ledger = sampler._ledger.of_epoch(0, 3)
+    state = ObjectState(sampler=sampler)
+    sampler.record_batch(0, 1)
+    state.save()
+    for listener in changing.listeners:
+        listener({0: 0})
+    state.restore()
+    assert sorted(state.sampler) == list(range(3, 9))
+
+
 @pytest.mark.usefixtures("changing")
 def test_an_epoch_ends_if_loaders_drop_what_is_left() -> None:
     sampler = ElasticSampler(range(10))
@@ -338,7 +350,7 @@ def test_an_epoch_ends_if_loaders_drop_what_is_left() -> None:
 
 
 @pytest.mark.usefixtures("changing")
-@pytest.mark.parametrize(("examples", "repeated"), [(17, 1), (18, 0), (19, 0), (1, 1)])
+@pytest.mark.parametrize(("examples", "repeated"), [(17, 1), (18, 0), (19, 0), (31, 1), (1, 1)])
 @pytest.mark.parametrize("joins", [False, True])
 def test_a_rank_repeats_an_example_only_in_the_place_of_a_whole_batch(
     examples: int, repeated: int, joins: bool, monkeypatch: pytest.MonkeyPatch

@@ -11,10 +11,12 @@ ON = {
     "case_an_error_of_the_first_rank_is_raised_on_all": "torch",
     "case_a_commit_of_a_torch_state_is_in_host_memory": "torch",
     "case_a_commit_of_a_torch_state_is_of_all_values_or_none": "torch",
+    "case_a_scheduler_of_any_class_stays_that_of_its_optimizer": "torch",
     "case_a_torch_state_goes_on_from_the_last_commit": "torch",
     "case_a_torch_state_is_synchronised_and_its_values_can_be_replaced": "torch",
     "case_jax_parameters_are_objects": "jax",
     "case_ranks_notice_changed_hosts_together": "torch",
+    "case_the_sampler_of_a_state_of_objects_is_the_given_one": "jax",
     "case_tensorflow_states": "tensorflow",
 }
 

@@ -109,8 +109,8 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
                 except _PERMANENT:
                     raise
                 except EngineError as error:
-                    if state.commits != commits:
-                        failures, commits, fewest = 0, state.commits, present
+                    if state._commits != commits:
+                        failures, commits, fewest = 0, state._commits, present
                     failures += job.members() >= fewest  # ranks that are lost one after another are no fault of func
                     fewest = min(fewest, job.members())
                     is_final = isinstance(error, PeerLostError) and (error.ends_job or not job.survives())

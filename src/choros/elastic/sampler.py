@@ -19,8 +19,8 @@ class ElasticSampler:
     """Yields the indices of this rank's examples, without those that were processed (Horovod's ``ElasticSampler``).
 
     The ranks' numbers of examples differ by at most one. In a loop without ``has_left()``, as scripts for Horovod have
-    it, a rank that would have a batch less than others repeats one example in its place. A loop with ``has_left()``
-    repeats none: its ranks may train a different number of batches, and ``join()`` at the end.
+    it, a rank that would have a batch, or a whole one, less than others repeats one example in its place. A loop with
+    ``has_left()`` repeats none: its ranks may train a different number of batches, and ``join()`` at the end.
 
     With ``hvd.elastic.run``, pass it to the ``TorchState``. Without, a loop survives the loss of ranks by one line::
 
@@ -158,8 +158,9 @@ class ElasticSampler:
         # Before it is known, as where a loader's workers read ahead: equal numbers of examples are of equal batches.
         batch_size = self._batch_size or self._last_batch_size or 1
         if not self._joins:
-            batches = [math.ceil(number / batch_size) for number in numbers]
-            if batches[rank()] < max(batches):
+            own, most = numbers[rank()], max(numbers)
+            # A loader may have drop_last=True: it has whole batches only.
+            if math.ceil(own / batch_size) < math.ceil(most / batch_size) or own // batch_size < most // batch_size:
                 yield order[rank() % len(order)]
 
     def __len__(self) -> int:

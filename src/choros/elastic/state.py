@@ -1,7 +1,8 @@
 """Horovod's states of elastic training: what a function needs to go on, committed in memory and on disk."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,9 +27,6 @@ class State:
     Args:
         bcast_object: sends an object from rank 0 to all ranks.
         get_rank: returns the rank.
-
-    Attributes:
-        commits: the number of calls of ``commit``.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class State:
         self._rank = get_rank
         self._update = HostUpdate.NONE
         self._reset_callbacks: list[Callable[[], None]] = []
-        self.commits = 0
+        self._commits = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Adds functions without arguments that are called when the ranks have changed, before the next ``sync``.
@@ -82,7 +80,7 @@ class State:
 
     def _commit(self) -> None:
         self.save()
-        self.commits += 1
+        self._commits += 1
         store = job.commits()
         if store is not None and self._rank() == 0:
             store.write({_PICKLED: cloudpickle.dumps(self.committed())})
@@ -138,13 +136,63 @@ class State:
         """Prepares for other ranks, before the reset callbacks; does nothing."""
 
 
+class StateHandler:
+    """Saves, restores and synchronises one attribute of a state.
+
+    Args:
+        value: the attribute.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Saves the value in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Sets it to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Sends that of rank 0 to all ranks."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Takes another value in place of this one, and saves it."""
+        self.value = value
+        self.save()
+
+
+class StateDictHandler(StateHandler):
+    """Handles what has ``state_dict`` and ``load_state_dict``: others may refer to it, and it to others."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        """Copies the ``state_dict``."""
+        self.saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Loads a copy of it."""
+        self.value.load_state_dict(copy.deepcopy(self.saved))
+
+    def sync(self) -> None:
+        """Loads that of rank 0, and saves it."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), name=type(self.value).__name__))
+        self.save()
+
+
 class ObjectState(State):
     """Objects, as attributes.
 
     Args:
         bcast_object: as for ``State``.
         get_rank: as for ``State``.
-        kwargs: the objects, of types that can be pickled. ``save`` copies them.
+        kwargs: the objects, of types that can be pickled. ``save`` copies them. Of an ``ElasticSampler``, and of others
+            with ``state_dict`` and ``load_state_dict``, it copies the ``state_dict``; the object stays the same.
 
     Example:
         >>> import choros
@@ -165,29 +213,73 @@ class ObjectState(State):
         **kwargs: Any,
     ) -> None:
         super().__init__(bcast_object, get_rank)
-        self._saved = kwargs
-        ObjectState.restore(self)
+        handlers = {name: self._handler_of(value) for name, value in kwargs.items()}
+        self._handlers = {name: each for name, each in handlers.items() if each is not None}
+        for name, each in self._handlers.items():
+            setattr(self, name, each.value)
+        self._saved = {name: value for name, value in kwargs.items() if name not in self._handlers}
+        self._set_objects()
+
+    def _handler_of(self, value: Any) -> StateHandler | None:
+        methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+        return StateDictHandler(value) if all(map(callable, methods)) and not isinstance(value, type) else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handler = self.__dict__.get("_handlers", {}).get(name)  # a subclass may set attributes before there are any
+        if handler is not None and value is not handler.value:
+            handler.set_value(value)
+        super().__setattr__(name, value)
 
     def save(self) -> None:
         """Copies the objects."""
-        self._saved = copy.deepcopy({name: getattr(self, name) for name in self._saved})
+        with self._all_or_none():
+            for each in self._handlers.values():
+                each.save()
+            self._saved = self._copied()
 
     def restore(self) -> None:
         """Sets the attributes to copies of those of the last ``save``."""
-        for name, value in copy.deepcopy(self._saved).items():
-            setattr(self, name, value)
+        for each in self._handlers.values():
+            each.restore()
+        self._set_objects()
 
     def sync(self) -> None:
         """Sends the objects of rank 0 to all ranks, and saves them."""
-        if self._saved:
-            # Assigned only once all have it: if a rank is lost meanwhile, what was saved before is restored.
-            self._saved = self._bcast_object(copy.deepcopy({name: getattr(self, name) for name in self._saved}))
-            ObjectState.restore(self)
+        with self._all_or_none():
+            for each in self._handlers.values():
+                each.sync()
+            if self._saved:
+                self._saved = self._bcast_object(self._copied())
+                self._set_objects()
+
+    def _copied(self) -> dict[str, Any]:
+        return copy.deepcopy({name: getattr(self, name) for name in self._saved})
+
+    def _set_objects(self) -> None:
+        for name, value in copy.deepcopy(self._saved).items():
+            setattr(self, name, value)
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """A context after which all is saved, or what was saved before, if a rank is lost meanwhile."""
+        before = [(each, dict(vars(each))) for each in self._handlers.values()]
+        saved = self._saved
+        try:
+            yield
+        except BaseException:
+            for each, values in before:
+                vars(each).update(values)
+            self._saved = saved
+            raise
 
     def committed(self) -> Any:
-        """Returns the objects."""
-        return self._saved
+        """Returns what was saved of the objects that have a ``state_dict``, and the others."""
+        handlers = {name: getattr(each, "saved", None) for name, each in self._handlers.items()}
+        return {"handlers": handlers, "objects": self._saved}
 
     def use(self, committed: Any) -> None:
         """Takes them."""
-        self._saved = committed
+        for name, saved in committed["handlers"].items():
+            if saved is not None:
+                self._handlers[name].saved = saved  # type: ignore[attr-defined]
+        self._saved = committed["objects"]

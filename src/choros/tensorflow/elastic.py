@@ -21,6 +21,7 @@ from choros.elastic.retry import run
 from choros.elastic.state import ObjectState, State
 from choros.errors import ConfigError, HostsUpdatedInterrupt
 from choros.parallel.horovod import HorovodInternalError
+from choros.tensorflow.collectives import in_session_graph
 from choros.training.elastic_state import KerasState, VariablesState
 from choros.training.variables import OF_SLICE
 
@@ -63,7 +64,7 @@ class TensorFlowState(VariablesState):
 
     Raises:
         ConfigError: there are no variables; in eager code TensorFlow has no list of all. Or some are those of an
-            optimizer with ``shard_state=True``, of which each rank has its own.
+            optimizer with ``shard_state=True``, of which each rank has its own; or of a graph of TensorFlow 1.
 
     Example:
         >>> import tensorflow as tf, choros.tensorflow as hvd
@@ -74,6 +75,12 @@ class TensorFlowState(VariablesState):
 
     def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
         del session
+        if in_session_graph():
+            raise ConfigError(
+                "a graph of TensorFlow 1 has no elastic state: build TensorFlowState(variables) in eager code, without "
+                "tf.compat.v1.disable_eager_execution(), disable_v2_behavior() and tf.Graph(). A script with sessions "
+                "goes on from a checkpoint that it loads, when chorosrun starts it again."
+            )
         if not variables:
             raise ConfigError("TensorFlowState needs the variables, such as model.variables: eager code has no others.")
         if any(hasattr(variable, OF_SLICE) for variable in variables):

@@ -171,7 +171,6 @@ class KerasState(VariablesState):
         return variables
 
 
-@final
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits a state after every ``batches_per_commit`` batches, and at the end of each epoch.
 
@@ -194,13 +193,14 @@ class CommitStateCallback(keras.callbacks.Callback):
         """Commits after each ``batches_per_commit`` batches."""
         self._batches += 1
         if self._batches % self.batches_per_commit == 0:
-            self._commit()
+            self.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Commits."""
-        self._commit()
+        self.commit()
 
-    def _commit(self) -> None:
+    def commit(self) -> None:
+        """Commits; a subclass may do more."""
         _ = self.model  # on JAX, which has the weights elsewhere during an epoch, this brings them here
         self.state.commit()
 
