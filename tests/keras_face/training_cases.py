@@ -1139,3 +1139,16 @@ def case_ranks_that_train_apart(caplog):
         callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
         model.fit(x[rows], y[rows], batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
         assert len([each for each in caplog.messages if "trains the model" in each]) == expected
+
+
+def case_random_layers_draw_on_from_one_place_though_ranks_had_different_numbers_of_batches():
+    keras.utils.set_random_seed(1)
+    dropout = keras.layers.Dropout(0.5, seed=3)
+    model = keras.Sequential([keras.Input((FEATURES,)), dropout, keras.layers.Dense(CLASSES)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    callbacks, rows = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)], 12 if hvd.rank() == 0 else 5
+    x, y = np.ones((rows, FEATURES), "float32"), np.ones((rows, CLASSES), "float32")
+    for epochs in (1, 2):
+        model.fit(x, y, batch_size=4, epochs=epochs, validation_data=(x[:4], y[:4]), verbose=0, callbacks=callbacks)
+    states = hvd.allgather(keras.ops.convert_to_numpy(dropout.seed_generator.state.value).astype("int64")[None])
+    assert np.asarray(states).tolist() == [[3, 3 * 3]] * hvd.size()

@@ -42,6 +42,7 @@ from choros.training.keras_internals.models import (
     metrics_of,
     optimizers_of,
     own_methods,
+    seed_generators_of,
     statistics_of,
 )
 from choros.training.metrics import watch
@@ -238,6 +239,9 @@ class Steps:
             for optimizer in self.optimizers:
                 distributed_optimizer.reduce_early(optimizer)
             _compare(self._model, self._reducers, self.batches)
+            # Ranks with fewer batches have drawn fewer numbers; all go on in the same place, that of a commit.
+            if seeds := [each.state for each in seed_generators_of(self._model)]:
+                broadcast_variables(seeds, self.process_set.ranks[0], self.process_set)
 
     def forget_accumulated(self) -> None:
         """Takes back the micro-batches since the last update, as if this rank had not seen them."""
