@@ -13,6 +13,7 @@ import pytest
 from choros import cli
 from choros.errors import ConfigError
 from choros.launch.driver.job_record import RankRecord
+from choros.launch.plan.arguments import Arguments
 from choros.observe.stragglers import RankProgress
 from choros.report.page import (
     collectives_of,
@@ -264,9 +265,9 @@ def test_names_in_other_encodings(tmp_path):
 def test_without_jinja2_the_numbers_are_written(tmp_path):
     script = (
         "import sys; sys.modules['jinja2'] = None\n"
-        "from pathlib import Path\n"
         "from report.records import record_of\n"
-        "record_of(2).write(Path(sys.argv[1]), print)\n"
+        "from choros.launch.plan.arguments import Arguments\n"
+        "record_of(2).write(*Arguments(report=sys.argv[1]).report_files, print)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, tmp_path / "run.html"],
@@ -278,7 +279,7 @@ def test_without_jinja2_the_numbers_are_written(tmp_path):
 
 @pytest.mark.parametrize(("given", "page"), [("run", "run.html"), ("run.json", "run.html"), ("run.htm", "run.htm")])
 def test_names_of_files(tmp_path, given, page):
-    record_of(1).write(tmp_path / given, print)
+    record_of(1).write(*Arguments(report=str(tmp_path / given)).report_files, print)
     assert {each.name for each in tmp_path.iterdir()} == {"run.json", page}
 
 

@@ -13,6 +13,7 @@ CPU ``buffer_callback`` passes large arrays in XLA's memory, unordered: two orde
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -277,7 +278,13 @@ def _also(own: Any) -> Any:
     return type(own.__name__, (own, JaxRuntimeError), namespace)
 
 
+def _is_to_be_logged(record: logging.LogRecord) -> bool:
+    """Not choros' own errors, which reach the caller: a traceback of one that a job survives looks like its end."""
+    return not (record.exc_info and isinstance(record.exc_info[1], ChorosError))
+
+
 recognize_errors(JaxRuntimeError, _also)
+logging.getLogger("jax._src.callback").addFilter(_is_to_be_logged)
 _primitive.def_impl(lambda *arrays, call: call.now(*arrays))
 _primitive.def_effectful_abstract_eval(lambda *_, call: (call.abstract(), _order()))
 mlir.register_lowering(_primitive, mlir.lower_fun(_lowered, multiple_results=True))
