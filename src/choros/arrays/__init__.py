@@ -1,4 +1,4 @@
-"""Adapters for the frameworks' arrays, chosen by an array's type: whoever has an array has imported its framework."""
+"""Adapters for the frameworks' arrays, chosen by an array's type: an array shows that its framework is imported."""
 
 from importlib import import_module
 from typing import Any

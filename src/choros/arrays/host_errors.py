@@ -1,4 +1,4 @@
-"""Errors of functions on the host that compiled code calls: whoever runs that code gets the error that was raised.
+"""Errors of functions on the host that compiled code calls: the caller of that code gets the error that was raised.
 
 A framework passes on only its text, in an exception of its own. That exception becomes one of the host's class, too::
 

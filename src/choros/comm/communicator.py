@@ -354,7 +354,7 @@ def _request(
     scaled: str = "",
 ) -> Request:
     """Cached, as most requests are made every step; so is their digest. ``of_rows``: shapes are those of one row."""
-    given = [scaled] if op is None else [f"op={op.title}", scaled]
+    given = [] if op is None else [f"op={op.title}", scaled]
     given += [] if root is None else [f"root={root}"]
     shapes = [f"(any, {', '.join(map(str, shape))})" if of_rows else str(shape) for shape, _ in layout]
     given += ["; ".join(f"dtype={dtype}, shape={shape}" for (_, dtype), shape in zip(layout, shapes, strict=True))]

@@ -1,6 +1,7 @@
 """Horovod's states of elastic training: what a function needs to go on, committed in memory and on disk."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -136,27 +137,30 @@ class State:
         """Prepares for other ranks, before the reset callbacks; does nothing."""
 
 
-class StateHandler:
+class StateHandler(ABC):
     """Saves, restores and synchronises one attribute of a state.
 
-    Args:
+    Attributes:
         value: the attribute.
+        saved: what commits have of it; ``None``: nothing.
     """
+
+    saved: Any = None
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    @abstractmethod
     def save(self) -> None:
         """Saves the value in memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self) -> None:
         """Sets it to what was saved last."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sync(self) -> None:
         """Sends that of rank 0 to all ranks."""
-        raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
         """Takes another value in place of this one, and saves it."""
@@ -274,12 +278,12 @@ class ObjectState(State):
 
     def committed(self) -> Any:
         """Returns what was saved of the objects that have a ``state_dict``, and the others."""
-        handlers = {name: getattr(each, "saved", None) for name, each in self._handlers.items()}
+        handlers = {name: each.saved for name, each in self._handlers.items()}
         return {"handlers": handlers, "objects": self._saved}
 
     def use(self, committed: Any) -> None:
         """Takes them."""
         for name, saved in committed["handlers"].items():
             if saved is not None:
-                self._handlers[name].saved = saved  # type: ignore[attr-defined]
+                self._handlers[name].saved = saved
         self._saved = committed["objects"]

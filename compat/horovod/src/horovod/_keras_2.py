@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 import keras  # noqa: TID253  (only Keras' faces import this module)
-from keras._tf_keras.keras import backend as _backend  # noqa: TID253
+from keras._tf_keras.keras import backend as _backend  # noqa: TID253  (tf.keras.backend, without TensorFlow)
 
 __all__ = ["CallableList"]
 
