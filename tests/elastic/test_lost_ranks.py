@@ -286,6 +286,15 @@ def test_collectives_of_all_kinds_go_on(seed):
     assert len(re.findall(r"2 left", ended.out)) == 2, ended.out + ended.err
 
 
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_rank_is_lost_in_the_recovery_from_another_loss(nth):
+    """In Open MPI 5.0.10 and 5.0.11 a SIGSEGV of all that are left (open-mpi/ompi#14492)."""
+    flags = ("-np", 4, "--min-np", 1, "--reset-limit", 0)
+    ended = run(*flags, sys.executable, HERE / "lost_in_recovery_script.py", nth)
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()) == [f"[{rank}] rank {rank}: (0, 2) left, 2.0" for rank in (0, 2)], ended.err
+
+
 def garbled(*arguments):
     """Runs the job with ``garbled_script.py``; returns the reports of its ranks and its messages."""
     flags = ("-np", 3, "--min-np", 1, "--reset-limit", 0)

