@@ -12,7 +12,7 @@ import pytest
 
 import choros
 from choros.comm import Reduction, registered_process_sets, topology
-from choros.errors import ConfigError, MismatchError, NotInitializedError
+from choros.errors import ConfigError, EngineError, MismatchError, NotInitializedError
 from choros.topology import Topology
 from choros.transport.address import LOOPBACK, outward_address
 
@@ -73,6 +73,15 @@ def case_init_after_one_that_failed_joins_the_job() -> None:
     choros.init(process_sets=[pair])
     assert (pair.included(), total()) == (choros.rank() < 2, 3)
     assert choros.remove_process_set(pair)
+
+
+def case_a_collective_of_a_communicator_from_before_shutdown_is_an_error() -> None:
+    kept = choros.global_process_set.communicator
+    choros.shutdown()
+    choros.init()
+    with pytest.raises(EngineError, match=r"shutdown\(\) has parted"):
+        kept.allreduce([1.0])
+    assert total() == 3
 
 
 def case_a_job_can_be_left_and_joined_many_times() -> None:

@@ -206,6 +206,18 @@ def case_large_weights_are_received_where_they_are_to_be() -> None:
         np.testing.assert_allclose(own, alone, rtol=0, atol=1e-7 if keras.backend.backend() == "jax" else 0)
 
 
+def case_training_goes_on_after_shutdown_and_init() -> None:
+    """A step that was compiled before exchanges slices with the ranks of now."""
+
+    def create() -> Any:
+        return hvd.DistributedOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.5), shard_state=True)
+
+    trained, alone = fit(build(), create(), epochs=1), fit(build(), create(), epochs=2)
+    hvd.shutdown()
+    hvd.init()
+    assert_close(fit(trained, None, epochs=2, first=1).get_weights(), alone.get_weights())
+
+
 def case_bytes_of_a_rank() -> None:
     """Within one percent of its part, of one large variable and of many that are whole on a rank."""
     shapes = [(150, 701), (701,), *[(33, 7)] * 40, *[(5,)] * 40]

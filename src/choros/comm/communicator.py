@@ -260,12 +260,13 @@ class Communicator(Members):
 
     @final
     def close(self) -> None:
-        """Releases the communicator's resources; all members must call it, and no method may be called after it."""
+        """Releases the communicator's resources; all members must call it. A collective after it is an error."""
         if "devices" in self.__dict__ and self.devices is not None:
             self.devices.close()
         self._queue.close()
         self.kept.clear()
         self._close()
+        self._exchange = _closed  # type: ignore[method-assign]  # no call of an open one pays for a check
 
     @final
     def only(self, ranks: Sequence[int]) -> Self:
@@ -340,6 +341,13 @@ def bytes_of_first(communicator: Communicator, make: Callable[[], bytes], what: 
     length, *_ = communicator.agree(Request(what), value=len(made), problem=problem)
     sent = np.frombuffer(made, np.uint8) if made else np.zeros(length, np.uint8)
     return communicator.broadcast(sent, name=what).tobytes()
+
+
+def _closed(_: NDArray[np.int64]) -> NDArray[np.int64]:
+    raise EngineError(
+        "a collective of ranks that shutdown() has parted: expected were objects made after the next init(), or calls "
+        "before shutdown()."
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -225,13 +225,12 @@ def _allgather_along(
 
 def _reduce_own_rows(call: CollectiveCall, values: Sequence[Any], extents: Sequence[Any], axis: int) -> list[Any]:
     """The adjoint of ``allgather``, for joined ranks, too: one collective sums rows and tells where a rank's begin."""
-    communicator = call.communicator
     adapter = adapter_of(values[0])
     specs = [adapter.spec(value) for value in values]
     computed = [extent for extent in extents if not isinstance(extent, int)]
 
     def reduce(hosts: Sequence[Array]) -> Sequence[Array]:
-        rest = iter(hosts[len(values) :])
+        communicator, rest = call.communicator, iter(hosts[len(values) :])
         table = np.zeros((communicator.size, len(values)), np.int64)
         table[communicator.rank] = own = [extent if isinstance(extent, int) else int(next(rest)) for extent in extents]
         table, *sums = communicator.grouped_allreduce([table, *hosts[: len(values)]], Reduction.SUM, name=call.label)

@@ -235,9 +235,9 @@ class Slices:
 
     def _gather(self, indices: Sequence[int], begin: Callable[[], None], every: int) -> None:
         """``every``: of so many micro-batches, the last one makes an update."""
-        communicator = self.process_set.communicator
         layout = [self.layout(index) for index in indices]
         if keras.backend.backend() == "torch":
+            communicator = self.process_set.communicator
             from choros.arrays.torch_arrays import TorchArrays
 
             values = [self.variables[index].value.detach() for index in indices]
@@ -264,6 +264,7 @@ class Slices:
                     "this function was compiled before slices were cut anew for other ranks, and would update those of "
                     "before: compile it again when ranks have changed."
                 )
+            communicator = self.process_set.communicator  # another one after shutdown() and init()
             if int(hosts[1]) % every:
                 self.seen = communicator.launched
                 own = hosts[len(hosts) - len(indices) :]
@@ -295,9 +296,11 @@ class Slices:
                 rows = keras_arrays().rows_of(gradient)
                 values = keras.ops.cast(gradient if rows is None else rows[1], "float32")
                 sums[self._pieces[id(own)]] = keras.ops.sum(keras.ops.square(values))
-        pieces, communicator = list(self.own), self.process_set.communicator
+        pieces = list(self.own)
 
         def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
+            communicator = self.process_set.communicator
+
             def sum_of_all() -> Array:
                 senders, total = self.holders.senders(communicator.launched), np.zeros(len(self.variables), np.float32)
                 for (index, number), value in zip(pieces, hosts[0], strict=False):

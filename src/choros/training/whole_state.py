@@ -224,12 +224,11 @@ class WholeState:
         """
         known = dict(zip(map(id, optimizer.variables), values, strict=True))
         own = [known[id(each)] if id(each) in known else value_of(each) for each in self.slots.variables]
-        communicator = self.slices.process_set.communicator
 
         def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
             self._state = hosts
             try:
-                communicator.agree(MEETING)
+                self.slices.process_set.communicator.agree(MEETING)
             finally:
                 self._state = ()
             return [np.asarray(0, np.int32)]
