@@ -461,6 +461,8 @@ def case_what_a_state_of_slices_is_not_for() -> None:
     plain = optax.adam(0.1).init(params)
     with pytest.raises(ConfigError, match=r"expected was the state of rank \d of \d, and given that of one process"):
         tx.update(params, plain, params)
+    with pytest.raises(ConfigError, match="expected was the state of one process, and given that of slices"):
+        hvd.distributed(optax.adam(0.1)).update(params, state, params)
     other = {"a": jnp.ones(31), "b": jnp.ones((2, 2))}
     with pytest.raises(ConfigError, match=r"shapes \[\(30,\), \(2, 2\)\], and given were arrays of \[\(31,\)"):
         tx.update(other, state, other)

@@ -16,7 +16,7 @@ import jax
 
 from choros.comm import ProcessSet, Reduction, global_process_set, joining
 from choros.errors import ConfigError
-from choros.jax.division import trained_of
+from choros.jax.division import FILES, SlicedState, trained_of
 from choros.jax.reduction import GradientReduction, slices_of_all
 from choros.jax.sliced_state import SlicedUpdate
 from choros.parallel.compression import Compression, Compressor
@@ -116,6 +116,8 @@ def _reducing(tx: Any, reduction: GradientReduction) -> Any:
         return tx.init(params)
 
     def update(updates: Any, state: Any, params: Any = None, *, examples: Any = 1, **extra_args: Any) -> Any:
+        if isinstance(state, SlicedState):
+            raise ConfigError(f"expected was the state of one process, and given that of slices: shard_state. {FILES}")
         return tx.update(reduction.reduce(updates, params, examples), state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
