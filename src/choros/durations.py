@@ -184,6 +184,13 @@ FAREWELL: Final = Duration(5.0, _RANKS, "at the end of a job that has lost ranks
 FAREWELL_LOOK: Final = Duration(0.001, _RANKS, "between two looks for them", "they look again")
 ADMISSION_LOOK: Final = Duration(0.05, _RANKS, "for new ranks, and new ranks for them", "they look again")
 JOIN: Final = Duration(60.0, _RANKS, "as a new process, to become a rank", "the process ends")
+ADMISSION: Final = Duration(
+    20.0,
+    _RANKS,
+    "for MPI to connect a new process, although a rank was lost meanwhile",
+    "the process ends",
+    tests_shorten=True,
+)
 XLA_HEARTBEAT: Final = Duration(
     30.0, _RANKS, "of xla, for a sign of another", "it counts as dead, without other evidence"
 )

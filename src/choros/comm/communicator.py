@@ -266,7 +266,7 @@ class Communicator(Members):
         self._queue.close()
         self.kept.clear()
         self._close()
-        self._exchange = _closed  # type: ignore[method-assign]  # no call of an open one pays for a check
+        self._exchange = _closed  # type: ignore[assignment, method-assign]  # no call of an open one pays for a check
 
     @final
     def only(self, ranks: Sequence[int]) -> Self:

@@ -31,6 +31,7 @@ from mpi4py import MPI
 from choros import durations
 from choros.comm.engines.mpi_survivors import revoke
 from choros.comm.facts import Facts, learn_facts
+from choros.errors import PeerLostError
 from choros.settings import SESSION_BYTES, current
 from choros.transport.gate import Gate
 
@@ -370,16 +371,24 @@ def _greet(comm: MPI.Intracomm, *, is_new: bool) -> None:
 
 @contextmanager
 def _watched(members: MPI.Intracomm, pair: MPI.Intracomm | None, *, is_new: bool) -> Iterator[None]:
-    """Open MPI does not tell the members that the process which they connect to is lost: this thread does."""
-    done, started = threading.Event(), time.monotonic()
+    """Open MPI does not tell the members that the process which they connect to is lost: this thread does. Nor does it
+    end a Merge from which one is lost: a process that waits there cannot go on, and ends itself.
+    """
+    done, started, lost_at = threading.Event(), time.monotonic(), math.inf
+    comms = [members] if pair is None else [members, pair]
 
     def watch() -> None:
-        while pair is not None and not done.wait(durations.ADMISSION_LOOK):
-            if is_new and time.monotonic() - started > durations.JOIN:
+        nonlocal lost_at
+        while not done.wait(durations.ADMISSION_LOOK):
+            now = time.monotonic()
+            if is_new and now - started > durations.JOIN:
                 os._exit(1)
-            if pair.Get_failed().Get_size():
-                revoke(members, pair)
-                return
+            if now - lost_at > durations.ADMISSION:
+                _log.error("a rank was lost while MPI connected a new one, and MPI waits for it: this rank ends.")
+                os._exit(PeerLostError.exit_code)
+            if lost_at == math.inf and any(comm.Get_failed().Get_size() for comm in comms):
+                lost_at = now
+                revoke(*comms)
 
     thread = threading.Thread(target=watch, name="choros: watches a new rank", daemon=True)
     thread.start()

@@ -1,0 +1,34 @@
+"""Rank 1 is killed and replaced; the rank that the argument says, ``new`` for the new one, is killed when the others
+are in MPI's Merge with it: that does not end.
+"""
+
+import os
+import signal
+import sys
+
+import choros
+from choros import comm
+from choros.comm import Reduction
+from choros.comm.engines import mpi, mpi_admission
+
+new_rank = os.environ.get("CHOROS_NEW_RANK")
+choros.init()
+number = "new" if new_rank else str(choros.rank())
+
+
+def die(members, pair, *, is_new):
+    members.Create_intercomm(0, pair or members, 0 if is_new else 1, mpi_admission._JOIN)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if number == sys.argv[1]:
+    mpi.joined = die
+communicator = comm.global_process_set.communicator
+with comm.opening():
+    if new_rank:
+        comm.admit()
+    for step in range(1_000_000):
+        if (number, step) == ("1", 5):
+            os.kill(os.getpid(), signal.SIGKILL)
+        communicator.allreduce(1.0, Reduction.SUM)
+        comm.admit()
