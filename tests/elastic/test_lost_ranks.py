@@ -397,6 +397,15 @@ def test_a_new_rank_joins_others_that_train_on_what_a_lost_one_has_left_over():
     assert new_ranks_of_fit("tensorflow", "strategy", "1@5", "-np", 3, more=["joined"]) == {0, 1}
 
 
+@pytest.mark.parametrize(
+    "framework", ["torch", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tensorflow", "jax"))]
+)
+@pytest.mark.parametrize("api", ["strategy", "horovod"])
+def test_rank_0_is_lost_as_it_would_send_its_state_to_a_new_rank(framework, api):
+    """The next one that was there before sends its own, which is the same."""
+    assert new_ranks_of_fit(framework, api, "1@5", "-np", 3, more=["sends"]) == {0, 1}
+
+
 def test_a_lost_rank_is_replaced_in_the_middle_of_an_epoch(tmp_path):
     commits = ("--commit-dir", tmp_path, "--commit-steps", 4)
     assert new_ranks_of_fit("torch", "strategy", "1@1", "-np", 3, *commits, more=["waits"], epochs=3) == {1}

@@ -34,6 +34,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -44,9 +45,9 @@ from choros.arrays import adapter_of
 from choros.comm import Array, admit, global_process_set, is_nested
 from choros.elastic.commit_store import CommitStore, is_plain
 from choros.elastic.preemption import end_job
-from choros.errors import ConfigError
+from choros.errors import ConfigError, PeerLostError
 from choros.observe.progress import page
-from choros.parallel.objects import broadcast_object, object_of_first, shared_result
+from choros.parallel.objects import object_of_first, shared_result
 from choros.training.distributed_optimizer import reducer_of
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.first_rank import FirstRankCallback, go_on
@@ -176,6 +177,10 @@ class RunState:
             f"{self._source} does not fit the model {self._model.name!r}: {where}. Go on with the same model, compiled "
             "in the same way, or use another --commit-dir for a new training."
         )
+
+
+def _no_other_is_left() -> dict[str, Any]:
+    raise PeerLostError("all others were lost while this rank joined, and with them the state of the training.")
 
 
 def _has_state(optimizer: Any) -> bool:
@@ -317,7 +322,7 @@ class RunCallback(keras.callbacks.Callback):
         if not admit():
             set_initial_epoch(self.model, self.params["epochs"])
             return
-        received = self._received = broadcast_object(None)
+        received = self._received = object_of_first(_no_other_is_left)
         epochs.take_over(received["position"])
         set_initial_epoch(self.model, received["epoch"])
         if not is_built(self.model):
@@ -388,10 +393,8 @@ class RunCallback(keras.callbacks.Callback):
                 return False
         if not admit():
             return False
-        state = None
-        if global_process_set.rank() == 0 and self._epochs is not None:
-            state = self._run.capture(epoch=epoch, position=self._epochs.position, joins=True)
-        broadcast_object(state)
+        position = None if self._epochs is None else self._epochs.position
+        object_of_first(partial(self._run.capture, epoch=epoch, position=position, joins=True))
         steps_of(self.model).cut_anew(joins=True)
         return True
 
