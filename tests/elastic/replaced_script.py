@@ -5,7 +5,7 @@ Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@
 ``waits``: the others wait in the middle of the epoch for a new rank; ``validates``: ranks are killed at the end of the
 first validation, before the others wait for new ones; ``begins``: likewise when training begins, and weights are not
 broadcast; ``joined``: rank 0 is killed while it takes a new rank in, and the loss has a second part, a mean;
-``sends``: it is killed as it would send its state to a new rank;
+``sends``: it is killed as it would send its state to a new rank; ``cuts``: after that, as it would cut slices anew;
 ``joins:FILE``: the first new rank is killed while it joins, and creates this file; ``built``: the optimizer is built
 before ranks have slices of it. FIT_MOMENTUM as in ``fit_script.py``.
 """
@@ -26,7 +26,7 @@ import choros.distribute as dist
 import choros.keras as hvd
 from choros.comm import NEWCOMER, global_process_set
 from choros.comm.engines import mpi
-from choros.training import run_state
+from choros.training import distributed_optimizer, run_state
 from choros.training.sliced_optimizer import state_of, whole_values
 
 ROWS, BATCH = 203, 16
@@ -102,6 +102,17 @@ if "joined" in sys.argv and number == 0 and not is_new:
     mpi.joined = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 if "sends" in sys.argv and number == 0 and not is_new:
     run_state.RunState.capture = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+capture = run_state.RunState.capture
+
+
+def captured(self, **given):
+    if given.get("joins"):
+        distributed_optimizer.cut_anew = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    return capture(self, **given)
+
+
+if "cuts" in sys.argv and number == 0 and not is_new:
+    run_state.RunState.capture = captured
 died = next((Path(each.removeprefix("joins:")) for each in sys.argv if each.startswith("joins:")), None)
 if is_new and died and not died.exists():
     mpi.joined = lambda *_, **__: died.touch() or os.kill(os.getpid(), signal.SIGKILL)

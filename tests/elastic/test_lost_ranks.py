@@ -406,6 +406,15 @@ def test_rank_0_is_lost_as_it_would_send_its_state_to_a_new_rank(framework, api)
     assert new_ranks_of_fit(framework, api, "1@5", "-np", 3, more=["sends"]) == {0, 1}
 
 
+@pytest.mark.parametrize(
+    "framework", ["torch", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tensorflow", "jax"))]
+)
+def test_a_rank_is_lost_before_a_new_one_begins_the_epoch_that_it_takes_over(framework, monkeypatch):
+    """Slices are cut anew before that: the new rank's plan of the epoch is without it, too."""
+    monkeypatch.setenv("CHOROS_SHARD_STATE", "1")
+    assert new_ranks_of_fit(framework, "strategy", "1@1", "-np", 3, more=["waits", "cuts"]) == {0, 1}
+
+
 def test_a_lost_rank_is_replaced_in_the_middle_of_an_epoch(tmp_path):
     commits = ("--commit-dir", tmp_path, "--commit-steps", 4)
     assert new_ranks_of_fit("torch", "strategy", "1@1", "-np", 3, *commits, more=["waits"], epochs=3) == {1}

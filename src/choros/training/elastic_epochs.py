@@ -236,13 +236,18 @@ class ElasticEpochs:
         leave_if_asked(one_by_one=True)
 
     def _on_change(self, change: Change) -> None:
+        if self._taken_over is not None:  # that of the epoch which this rank, just taken in, has not begun yet
+            self._taken_over = _changed(self._taken_over, change, 0)
         ledger = self.ledger
-        if ledger is None:
-            return
-        ledger = ledger.lost(change.new_ranks, self._steps.accumulated)
-        for rank in change.joined:
-            ledger = ledger.joined(rank)
-        self.ledger = ledger
+        if ledger is not None:
+            self.ledger = _changed(ledger, change, self._steps.accumulated)
+
+
+def _changed(ledger: Ledger, change: Change, accumulated: int) -> Ledger:
+    ledger = ledger.lost(change.new_ranks, accumulated)
+    for rank in change.joined:
+        ledger = ledger.joined(rank)
+    return ledger
 
 
 class _AsInFit(NamedTuple):
