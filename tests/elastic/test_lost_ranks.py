@@ -303,6 +303,70 @@ def test_ranks_that_mpi_keeps_in_an_admission_end(victim, code):
     assert "a rank was lost while MPI connected a new one, and MPI waits for it: this rank ends" in ended.err
 
 
+def test_init_after_a_loss_is_an_error():
+    script = """
+import os, choros
+from choros.comm import global_process_set
+choros.init()
+if choros.rank() == 1:
+    os.kill(os.getpid(), 9)
+global_process_set.communicator.barrier()
+choros.shutdown()
+choros.init()
+"""
+    ended = run(*NONE_NEW, sys.executable, "-c", script)
+    assert ended.code != 0
+    assert "init() cannot be called again after shutdown() once an elastic job has lost or new ranks" in ended.err
+
+
+def test_a_rank_is_lost_while_a_process_set_is_made():
+    """The set has those of its ranks that are left, by whichever numbers they have then."""
+    script = """
+import os, choros
+from choros.comm import Reduction, global_process_set
+choros.init()
+number, communicator = choros.rank(), global_process_set.communicator
+if number == 0:
+    communicator._split = lambda *_: os.kill(os.getpid(), 9)
+both = choros.add_process_set([1, 2])
+one = choros.add_process_set([1]).included()
+print(number, both.communicator.allreduce(float(number), Reduction.SUM), one, flush=True)
+"""
+    ended = run(*NONE_NEW, sys.executable, "-c", script)
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()) == ["[1] 1 3.0 False", "[2] 2 3.0 True"]
+
+
+def test_a_new_rank_that_is_left_alone_before_it_has_the_state_does_not_begin_anew():
+    script = """
+import os, choros
+from choros.comm import global_process_set
+from choros.elastic.retry import run
+from choros.elastic.state import ObjectState
+choros.init()
+is_new, number = global_process_set.communicator.is_new, choros.rank()
+class Dying(ObjectState):
+    def sync(self):
+        if number == 0 and self.epoch > 5:
+            os.kill(os.getpid(), 9)
+        super().sync()
+@run
+def train(state):
+    print(number, is_new, flush=True)
+    while True:
+        if number == 1 and not is_new and state.epoch == 5:
+            os.kill(os.getpid(), 9)
+        global_process_set.communicator.barrier()
+        state.epoch += 1
+        state.commit()
+train(Dying(epoch=0))
+"""
+    ended = run("-np", 2, "--min-np", 1, sys.executable, "-c", script)
+    assert ended.code != 0, ended.err
+    assert "all ranks with the state of the training were lost before this one, which is new, had received" in ended.err
+    assert "True" not in ended.out
+
+
 def garbled(*arguments):
     """Runs the job with ``garbled_script.py``; returns the reports of its ranks and its messages."""
     flags = ("-np", 3, "--min-np", 1, "--reset-limit", 0)

@@ -228,12 +228,14 @@ class Communicator(Members):
         problem = None
         if len(chosen) != len(ranks) or not chosen or not set(chosen) <= set(range(self.size)):
             problem = ConfigError(f"ranks {list(ranks)} are not distinct ranks of 0 … {self.size - 1}.")
+        launched = [self.launched[rank] for rank in chosen] if problem is None else []
 
         def split() -> Any:
-            self.agree(Request("split", f"ranks={chosen}"), problem=problem)
-            members = self._split(chosen)
+            left = [self.launched.index(each) for each in launched if each in self.launched]
+            self.agree(Request("split", f"ranks={left if problem is None else chosen}"), problem=problem)
+            members = self._split(left)
             if members is not None:
-                members.whole, members.launched = self.whole, tuple(self.launched[rank] for rank in chosen)
+                members.whole, members.launched = self.whole, tuple(self.launched[rank] for rank in left)
                 members.chunk_bytes = self.chunk_bytes
             return members
 

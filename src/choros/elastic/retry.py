@@ -35,6 +35,7 @@ R = TypeVar("R")
 _log = logging.getLogger("choros")
 #: A call that fails so often without a commit between the failures would fail again.
 _TRIES = 3
+_ALL_LOST = "all ranks with the state of the training were lost before this one, which is new, had received it."
 #: Errors of the program, which a second call would repeat.
 _PERMANENT = (DriftError, EngineUnavailable, MismatchError)
 
@@ -91,6 +92,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
             stack.callback(watch_signals(lambda: job.commits() is not None))
             # A new rank calls the callbacks, too: they may communicate. It receives the state of the others.
             must_reset, must_load, skip_sync = job.is_new(), not job.is_new(), False
+            has_state = not job.is_new()
             while True:
                 try:
                     if must_load:
@@ -105,10 +107,13 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
                     present = job.members()
                     if not skip_sync:
                         state.sync()
+                    has_state = True
                     return func(state, *args, **kwargs)
                 except _PERMANENT:
                     raise
                 except EngineError as error:
+                    if not has_state and job.is_first():  # new ranks are the last: no other has it, either
+                        raise PeerLostError(_ALL_LOST, ends_job=True) from error
                     if state._commits != commits:
                         failures, commits, fewest = 0, state._commits, present
                     failures += job.members() >= fewest  # ranks that are lost one after another are no fault of func

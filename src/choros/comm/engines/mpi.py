@@ -358,8 +358,8 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
             reserve_segments()
         except OSError as error:
             _log.warning("MPI's shared memory may run out, which ends a rank by SIGBUS: %s.", error)
-    if _job.has_new_ranks:
-        raise ConfigError("init() cannot be called again after shutdown() once ranks have joined an elastic job.")
+    if _job.has_lost:  # or has new ranks
+        raise ConfigError("init() cannot be called again after shutdown() once an elastic job has lost or new ranks.")
     if current().elastic and MPI.Comm.Get_parent() != MPI.COMM_NULL:
         return _start_new_rank(topology)
     _job.number = MPI.COMM_WORLD.Get_rank()
@@ -372,6 +372,8 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
         )
     # Polls first: the next collective spins, which would cost a core per rank while another one still imports.
     gone = _meet(world, leaves=False)
+    if _job.world is not MPI.COMM_WORLD:
+        raise PeerLostError("a rank was lost before all had called init(): the job ends.", ends_job=True)
     if gone:
         ranks = f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
         raise EngineError(f"init() was called again, but {ranks} of {world.Get_size()} ended after shutdown().")
