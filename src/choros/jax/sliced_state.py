@@ -153,13 +153,11 @@ class SlicedUpdate:
 
         def on_host(hosts: Sequence[Array]) -> list[Array]:
             models = hosts[-1].shape
-            given = [np.empty(0, each.dtype) for each in layout]
-            for position, host in zip(here, hosts, strict=False):
-                given[position] = host.reshape(-1)
             kinds = [of_models(each, models) for each in layout]
             reducer = self._reduction.reducer
             communicator = reducer.config.process_set.communicator
-            return gather_slices(communicator, kinds, {communicator.rank: given}, name=reducer.name)
+            held = {(communicator.rank, position): host for position, host in zip(here, hosts, strict=False)}
+            return gather_slices(communicator, kinds, held, name=reducer.name)
 
         given = [jnp.asarray(own[indices[position]], layout[position].dtype) for position in here]
         outputs = [ArraySpec(each.shape, each.dtype) for each in layout]
@@ -205,7 +203,7 @@ class SlicedUpdate:
             dtype = next(each[path][1] for each in kinds if path in each)  # the steps may have changed it
             layout = DenseLayout(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
             items = np.asarray(own.get(path, np.empty(0)), dtype).reshape(-1)[: layout.items(division.rank)]
-            held = {communicator.rank: [items]}
+            held = {(communicator.rank, 0): items}
             values += gather_slices(communicator, [layout], held, name=self._reduction.reducer.name)
         return jax.tree.structure(expected).unflatten(values)
 

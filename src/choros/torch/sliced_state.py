@@ -215,19 +215,19 @@ class ParameterSlices:
     def _gather(self) -> None:
         """Gives the parameters of the update the items of all ranks' slice parameters."""
         updated, communicator = self._updated, self.process_set.communicator
-        layout, outs, own = [], [], []
-        for parameter in updated:
+        layout, outs, held = [], [], {}
+        for index, parameter in enumerate(updated):
             each, items = self._layout(parameter), self.divided[parameter].own
             if _arrays.own_host_memory([parameter]):  # the slice parameter is a part of it
                 out = _arrays.to_host(parameter).reshape(-1)
-                mine = out[slice(*each.ranges[self.number])]
+                held[communicator.rank, index] = out[slice(*each.ranges[self.number])]
             else:
                 out = np.empty(parameter.numel(), each.dtype)
-                mine = out[:0] if items is None else _arrays.to_host(items).reshape(-1)
+                if items is not None:
+                    held[communicator.rank, index] = _arrays.to_host(items)
             layout.append(each)
             outs.append(out)
-            own.append(mine)
-        gather_slices(communicator, layout, {communicator.rank: own}, outs, self.name)
+        gather_slices(communicator, layout, held, outs, self.name)
         for parameter, out in zip(updated, outs, strict=True):
             if not _arrays.own_host_memory([parameter]):
                 parameter.data.copy_(_arrays.from_host(out.reshape(parameter.shape), parameter))

@@ -237,26 +237,16 @@ class Slices:
         """``every``: of so many micro-batches, the last one makes an update."""
         communicator = self.process_set.communicator
         layout = [self.layout(index) for index in indices]
+        here = [(n, place) for place, index in enumerate(indices) for n in self.held if (index, n) in self.own]
+        wholes = [self.variables[index].value for index in indices]  # their memory is that of the results, where it may
+        in_place = False
         if keras.backend.backend() == "torch":
             from choros.arrays.torch_arrays import TorchArrays
 
-            values = [self.variables[index].value.detach() for index in indices]
             if int(self._applied.value) % every:
                 self.seen = communicator.launched
                 return
-            if TorchArrays.own_host_memory(values):  # the slice variables are parts of them
-                outs = [keras_arrays().to_host(value).reshape(-1) for value in values]
-                held = {
-                    number: [out[slice(*each.ranges[number])] for out, each in zip(outs, layout, strict=True)]
-                    for number in self.held
-                }
-                if self.receives_whole:  # what comes of a rank that is lost overwrites the others' items, too
-                    held = {number: [each.copy() for each in parts] for number, parts in held.items()}
-                begin()
-                gather_slices(communicator, layout, held, outs, holders=self.holders)
-                self.seen = communicator.launched
-                return
-        here = [(place, (index, n)) for place, index in enumerate(indices) for n in self.held if (index, n) in self.own]
+            in_place = TorchArrays.own_host_memory(wholes)  # the slice variables are parts of them
 
         def on_host(hosts: Sequence[Array], out: Sequence[Array] | None = None) -> Sequence[Array]:
             if self.is_replaced:
@@ -268,21 +258,21 @@ class Slices:
                 self.seen = communicator.launched
                 own = hosts[len(hosts) - len(indices) :]
                 return own if out is not None else [each.copy() for each in own]
-            held = {number: [np.empty(0, each.dtype) for each in layout] for number in self.held}
-            for (place, (_, number)), host in zip(here, hosts[2:], strict=False):
-                held[number][place] = host.reshape(-1)
+            held = dict(zip(here, hosts[2:], strict=False))
+            if in_place and self.receives_whole:  # what comes of a rank that is lost overwrites the others' items, too
+                held = {key: host.copy() for key, host in held.items()}
             begin()
             outs = None if out is None else [each.reshape(-1) for each in out]
             gathered = gather_slices(communicator, layout, held, outs, holders=self.holders)
             self.seen = communicator.launched
             return gathered
 
-        given = [self._padding.value, self._applied.value, *(self.own[piece].value for _, piece in here)]
-        given += [self.variables[index].value for index in indices]  # whose memory is that of the results, where it may
+        given = [self._padding.value, self._applied.value, *(self.own[indices[place], n].value for n, place in here)]
+        given += wholes
         outputs = [ArraySpec(each.shape, each.dtype) for each in layout]
-        keeps = keras.backend.backend() != "jax"
+        keeps = keras.backend.backend() != "jax" and not in_place
         values = keras_arrays().host_call(on_host, given, outputs, replaced=len(indices), keeps=keeps)
-        for index, value in zip(indices, values, strict=True):
+        for index, value in zip(() if in_place else indices, values, strict=not in_place):
             self.variables[index].assign(value)
 
     # what needs all items ---------------------------------------------------------------------------

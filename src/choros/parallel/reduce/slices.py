@@ -273,14 +273,15 @@ def own_items(array: Any, start: int, stop: int) -> Any:
 def gather_slices(
     communicator: Communicator,
     layout: Sequence[DenseLayout],
-    held: Mapping[int, Sequence[Array]],
+    held: Mapping[tuple[int, int], Array],
     outs: Sequence[Array] | None = None,
     name: str = "",
     holders: Holders | None = None,
 ) -> list[Array]:
-    """Gathers arrays of which ranks have slices: ``held`` are this rank's items, flat, by the slices' numbers. They are
-    written to ``outs``, flat and maybe the memory of ``held``, or new ones. All ranks call it with the same ``layout``.
-    ``holders``: of these ranks some may be lost meanwhile, and ``outs`` are other memory; else each has its slice only.
+    """Gathers arrays of which ranks have slices: ``held`` are this rank's items, by the numbers of the slice and of the
+    array. They are written to ``outs``, flat and maybe the memory of ``held``, or new ones. All ranks call it with the
+    same ``layout``. ``holders``: of these ranks some may be lost meanwhile, and ``outs`` are other memory; else each
+    has its slice only.
 
     Raises:
         PeerLostError: on all ranks, if those that had a slice were all lost.
@@ -289,7 +290,7 @@ def gather_slices(
     >>> layout = [DenseLayout((5,), np.dtype("float32"), ((0, 2), (2, 5)))]
     >>> def gather(communicator):
     ...     items = np.full(layout[0].items(communicator.rank), communicator.rank, np.float32)
-    ...     return gather_slices(communicator, layout, {communicator.rank: [items]})[0].tolist()
+    ...     return gather_slices(communicator, layout, {(communicator.rank, 0): items})[0].tolist()
     >>> run_threads(gather, 2)
     [[0.0, 0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0, 1.0]]
     """
@@ -311,13 +312,14 @@ def gather_slices(
             flat, ranges = flats[index], layout[index].ranges
             for number in sent[communicator.rank]:
                 target = flat[slice(*ranges[number])]
-                if not np.may_share_memory(target, held[number][index]):
-                    target[...] = held[number][index]
+                if target.size and not np.may_share_memory(target, held[number, index]):
+                    target[...] = held[number, index].reshape(-1)
             communicator.gather_in_place(flat, [sum(layout[index].items(number) for number in each) for each in sent])
         for dtype in dict.fromkeys(each.dtype for each in layout):
             same = [index for index, each in enumerate(layout) if each.dtype == dtype and index not in large]
             parts = _shares([layout[i] for i in same], [flats[i] for i in same], len(senders))
-            own = [held[number][i] for number in sent[communicator.rank] for i in same if held[number][i].size]
+            pairs = [(number, i) for number in sent[communicator.rank] for i in same if layout[i].items(number)]
+            own = [held[pair].reshape(-1) for pair in pairs]
             gather_shares(communicator, own, [[part for number in each for part in parts[number]] for each in sent])
 
     communicator.atomic(collective)
