@@ -20,7 +20,7 @@ from choros.comm import Reduction, Request
 from choros.comm.joining import Participation
 from choros.errors import ConfigError, StrategyError
 from choros.parallel.objects import object_of_first
-from choros.parallel.reduce.slices import Holders, check_process_set, log_memory
+from choros.parallel.reduce.slices import check_process_set, log_memory
 from choros.training.host_gradients import tensor_of
 from choros.training.keras_internals import slice_variables
 from choros.training.keras_internals.models import (
@@ -38,13 +38,12 @@ from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.replaced import own_class
 from choros.training.sliced_optimizer import (
     apply_scaled,
-    assign_undivided,
     assign_whole,
     rebuild,
     slice_state,
     slices_of,
     state_of,
-    undivided_values,
+    undivided,
     whole_values,
 )
 from choros.training.sliced_state import Slices
@@ -52,7 +51,7 @@ from choros.training.tf_context import as_one_replica
 from choros.training.thread import doing, thread
 from choros.training.variables import broadcast_updates, value_of
 from choros.training.weighting import current_step
-from choros.training.whole_state import MEETING, OptimizerSlots, WholeState, nbytes
+from choros.training.whole_state import MEETING, OptimizerSlots, WholeState, host_value, nbytes
 
 _ATTRIBUTE = "_choros_reducer"
 _as_one_replica = as_one_replica if keras.backend.backend() == "tensorflow" else nullcontext
@@ -299,26 +298,23 @@ def _cut_anew(optimizer: Any) -> None:
     communicator = process_set.communicator
     reducer.synchronize()
     with doing("building_slices"), _as_one_replica(), keras.name_scope(optimizer.name):
-
-        def cut(holders: Holders) -> OptimizerSlots:
-            slices = Slices(optimizer, state.slices.variables, process_set, reducer.local, holders)
-            return OptimizerSlots(inner, slices, state.slots.first)
-
         holders, begun, values = object_of_first(
-            lambda: (state.slices.holders, reducer.begun, undivided_values(optimizer))
+            lambda: (state.slices.holders, reducer.begun, list(map(host_value, undivided(optimizer))))
         )
         if not holders.has(communicator.launched[communicator.rank]):  # this rank has joined since
-            rebuild(optimizer, cut(holders))
-            assign_undivided(optimizer, values)
+            for variable, value in zip(undivided(optimizer), values, strict=True):
+                variable.assign(value)
+            state.slices.join(holders)
             reducer.begun, state.held = begun, ()
         while True:
-            slots = cut(Holders.now(communicator))
+            slices = Slices(optimizer, state.slices.variables, process_set, reducer.local)
+            slots = OptimizerSlots(inner, slices, state.slots.first)
             parts: dict[int, Any] = {}
             for number in range(len(slots.whole)):
                 parts |= {
                     position: np.array(part) for position, part in slots.parts(number, state.whole(number)).items()
                 }
-            if slots.slices.holders.members == communicator.launched:
+            if slices.holders.members == communicator.launched:
                 break
         rebuild(optimizer, slots)
         for position, part in parts.items():

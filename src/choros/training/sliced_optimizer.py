@@ -190,23 +190,9 @@ def assign_whole(optimizer: Any, values: Iterable[Array]) -> None:
             state_of(optimizer).assign(number, value)
 
 
-def undivided_values(optimizer: Any) -> list[Array]:
-    """Returns the state of which all ranks have the same."""
-    return [*map(host_value, _outer_variables(optimizer)), *map(state_of(optimizer).whole, _undivided(optimizer))]
-
-
-def assign_undivided(optimizer: Any, values: Sequence[Array]) -> None:
-    """Gives this rank the ``undivided_values`` of another one."""
-    own = _outer_variables(optimizer)
-    for variable, value in zip(own, values, strict=False):
-        variable.assign(value)
-    for number, value in zip(_undivided(optimizer), values[len(own) :], strict=True):
-        state_of(optimizer).assign(number, value)
-
-
-def _undivided(optimizer: Any) -> list[int]:
-    ranges = slices_of(optimizer).ranges
-    return [number for number, slot in enumerate(state_of(optimizer).slots.whole) if slot.index not in ranges]
+def undivided(optimizer: Any) -> list[Any]:
+    """The variables of an optimizer's state that each rank has whole."""
+    return _outer_variables(optimizer) + state_of(optimizer).slots.undivided
 
 
 def has_slices(optimizer: Any) -> bool:

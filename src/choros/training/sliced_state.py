@@ -49,22 +49,13 @@ class Slices:
         seen: the members in the last update, which all have seen together.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        variables: Sequence[Any],
-        process_set: ProcessSet,
-        local: Sequence[Any],
-        holders: Holders | None = None,
-    ) -> None:
-        """``local`` variables are trained by each rank alone, and are their own slice variables. ``holders`` may be
-        those of before this rank has joined, which has nothing then; by default they are the ranks that there are.
-        """
+    def __init__(self, optimizer: Any, variables: Sequence[Any], process_set: ProcessSet, local: Sequence[Any]) -> None:
+        """``local`` variables are trained by each rank alone, and are their own slice variables."""
         communicator = process_set.communicator
         self.variables = list(variables)
         self.process_set = process_set
         self.rank = communicator.rank
-        self.holders = holders or Holders.now(communicator)
+        self.holders = Holders.now(communicator)
         self.held = self.holders.slices_of(communicator.launched[communicator.rank])
         self.receives_whole = communicator.elastic
         self.is_replaced = False
@@ -103,6 +94,10 @@ class Slices:
         """Notes which members are lost."""
         self.holders = self.holders.without({self._present[rank] for rank in change.lost if rank < len(self._present)})
         self._present = self.process_set.communicator.launched
+
+    def join(self, holders: Holders) -> None:
+        """Notes which ranks have which slices, on one that has joined since these were cut, and has none."""
+        self.holders, self._present = holders, self.process_set.communicator.launched
 
     def _divided(self, shared: Sequence[int]) -> Sequence[Ranges]:
         sizes = [math.prod(self.variables[index].shape) for index in shared]

@@ -101,6 +101,12 @@ class OptimizerSlots:
         return variables
 
     @property
+    def undivided(self) -> list[Any]:
+        """Those that each rank has whole."""
+        positions = [self.position(slot) for slot in self.whole if slot.index not in self.slices.ranges]
+        return [self.variables[position] for position in positions if position is not None]
+
+    @property
     def of_slices(self) -> list[Any]:
         """Those that other ranks do not have."""
         return [self.variables[position] for (piece, _), position in self._positions.items() if piece is not None]
