@@ -152,10 +152,23 @@ class Slices:
 
     def cut(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Mapping[Piece, Any] | None]:
         """Returns this rank's pieces of whole gradients; ``None`` stays ``None``."""
+        return self._by_piece(self._items, gradients, variables)
+
+    def placed(self, items: Sequence[Any], variables: Sequence[Any]) -> list[Mapping[Piece, Any] | None]:
+        """Returns the pieces of the gradients that this rank has received, in the shapes of the slice variables."""
+        return self._by_piece(self._items if self.receives_whole else self._shaped, items, variables)
+
+    def _by_piece(
+        self, take: Callable[[Any, Piece], Any], gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> list[Mapping[Piece, Any] | None]:
         return [
-            None if gradient is None else {piece: self._items(gradient, piece) for piece in self.pieces_of(variable)}
+            None if gradient is None else {piece: take(gradient, piece) for piece in self.pieces_of(variable)}
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
+
+    def _shaped(self, gradient: Any, piece: Piece) -> Any:
+        sparse = keras_arrays().rows_of(gradient) is not None
+        return gradient if sparse else keras.ops.reshape(gradient, tuple(self.own[piece].shape))
 
     def _items(self, gradient: Any, piece: Piece) -> Any:
         index, number = piece
@@ -168,22 +181,6 @@ class Slices:
             return rows_within(rows[0], rows[1], start // width, own_shape)
         flat = keras.ops.reshape(keras_arrays().to_dense(gradient, shape), (-1,))
         return keras.ops.reshape(flat[start:stop], own_shape)
-
-    def placed(self, items: Sequence[Any], variables: Sequence[Any]) -> list[Mapping[Piece, Any] | None]:
-        """Returns the pieces of the gradients that this rank has received, in the shapes of the slice variables."""
-        if self.receives_whole:
-            return self.cut(items, variables)
-
-        def place(gradient: Any, variable: Any) -> Mapping[Piece, Any] | None:
-            if gradient is None or gradient is ELSEWHERE:
-                return None if gradient is None else {}
-            sparse = keras_arrays().rows_of(gradient) is not None
-            return {
-                piece: gradient if sparse else keras.ops.reshape(gradient, tuple(self.own[piece].shape))
-                for piece in self.pieces_of(variable)
-            }
-
-        return [place(*pair) for pair in zip(items, variables, strict=True)]
 
     # updates ----------------------------------------------------------------------------------------
 
