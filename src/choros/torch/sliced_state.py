@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -50,15 +50,15 @@ _arrays = TorchArrays()
 @final
 @dataclass(frozen=True)
 class SavedSlices:
-    """A commit of this rank's slice in memory: of which slices, and a copy of another rank's, as its message."""
+    """A commit of this rank's slice in memory: what ``slices`` are to ``use``, and a copy of another rank's, as its
+    message.
+    """
 
     slices: ParameterSlices
     holders: Holders
     number: int
     divided: dict[Any, DividedParameter]
-    settings: Sequence[Any]
-    own: Mapping[int, State]
-    others: State
+    used: tuple[Sequence[Any], Mapping[int, State], State]
     copy: NDArray[np.uint8]
 
 
@@ -72,7 +72,6 @@ class ParameterSlices:
         divided: how each parameter is divided.
         compared: whether ranks have compared the parameters since they were divided.
         loads: how many states of one process steps have begun with since ranks compared that.
-        saved: this rank's last commit in memory, while slices are cut anew from it.
         is_checked: whether the state was found to consist of what ranks can send one another.
         name: tells it from others that have the same parameters; the same on every rank.
         reducer: that of the gradients, which has the same name.
@@ -95,7 +94,6 @@ class ParameterSlices:
         self.is_whole = True
         self.compared = self.is_checked = False
         self.loads = 0
-        self.saved: SavedSlices | None = None
         self.reducer: GradientReducer | None = None
         self._state: State = optimizer.state
         #: The parameters of each group while slice parameters take their place.
@@ -150,10 +148,8 @@ class ParameterSlices:
         if not gradient.is_sparse:
             return gradient.reshape(-1)[slice(*items)]
         sparse = gradient if gradient.sparse_dim() == 1 else gradient.to_dense().to_sparse(1)
-        indices, values, shape = _arrays.rows_of(sparse)  # type: ignore[misc]
-        rows = own_items(SparseRows(_arrays.to_host(indices), _arrays.to_host(values), shape), *items)
-        own_indices, own_values = (_arrays.from_host(each, gradient) for each in (rows.indices, rows.values))
-        return _arrays.from_rows(own_indices, own_values, rows.shape)
+        rows = own_items(SparseRows(*_arrays.rows_of(sparse)), *items)  # type: ignore[misc]
+        return _arrays.from_rows(rows.indices, rows.values, rows.shape)
 
     def begin(self, optimizer: Any, items: Mapping[Any, Any]) -> None:
         """Puts the slice parameters into the groups, with this rank's ``items`` of the gradients of parameters."""
@@ -348,15 +344,10 @@ def slice_state(optimizer: Any, process_set: ProcessSet) -> ParameterSlices:
     return slices
 
 
-@contextmanager
-def whole_state(optimizer: Any) -> Iterator[None]:
+def whole_state(optimizer: Any) -> AbstractContextManager[None]:
     """A context in which ``optimizer`` has the state of one process, if each rank has a slice of it."""
     slices = slices_of(optimizer)
-    if slices is None:
-        yield
-    else:
-        with slices.as_one_process(optimizer):
-            yield
+    return nullcontext() if slices is None else slices.as_one_process(optimizer)
 
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:

@@ -266,8 +266,7 @@ def own_items(array: Any, start: int, stop: int) -> Any:
     width = math.prod(array.shape[1:])
     first, last = start // width, stop // width
     kept = (array.indices >= first) & (array.indices < last)
-    indices = array.indices[kept] - array.indices.dtype.type(first)
-    return SparseRows(indices, array.values[kept], (last - first, *array.shape[1:]))
+    return SparseRows(array.indices[kept] - first, array.values[kept], (last - first, *array.shape[1:]))
 
 
 def gather_slices(
