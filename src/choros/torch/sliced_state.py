@@ -40,7 +40,7 @@ from choros.errors import ConfigError, EngineError
 from choros.parallel.reduce.gradients import DenseLayout, Ranges, SparseRows
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.slices import Holders, check_slices, gather_parts, gather_slices, own_items
-from choros.torch.division import DividedParameter, ParameterDivider, State, parameters_of
+from choros.torch.division import DividedParameter, ParameterDivider, State, parameters_of, state_of_all
 from choros.torch.messages import encoded_or_refused
 
 _ATTRIBUTE = "_choros_slices"
@@ -211,22 +211,19 @@ class ParameterSlices:
     def _gather(self) -> None:
         """Gives the parameters of the update the items of all ranks' slice parameters."""
         updated, communicator = self._updated, self.process_set.communicator
-        layout, outs, held = [], [], {}
-        for index, parameter in enumerate(updated):
-            each, items = self._layout(parameter), self.divided[parameter].own
-            if _arrays.own_host_memory([parameter]):  # the slice parameter is a part of it
-                out = _arrays.to_host(parameter).reshape(-1)
-                held[communicator.rank, index] = out[slice(*each.ranges[self.number])]
-            else:
-                out = np.empty(parameter.numel(), each.dtype)
-                if items is not None:
-                    held[communicator.rank, index] = _arrays.to_host(items)
-            layout.append(each)
-            outs.append(out)
-        gather_slices(communicator, layout, held, outs, self.name)
-        for parameter, out in zip(updated, outs, strict=True):
-            if not _arrays.own_host_memory([parameter]):
-                parameter.data.copy_(_arrays.from_host(out.reshape(parameter.shape), parameter))
+        layout = list(map(self._layout, updated))
+        owns = enumerate(self.divided[parameter].own for parameter in updated)
+        held = {(communicator.rank, index): _arrays.to_host(own) for index, own in owns if own is not None}
+        # Slice parameters are parts of these.
+        in_place = [_arrays.own_host_memory([parameter]) for parameter in updated]
+        outs = [
+            _arrays.to_host(parameter).reshape(-1) if here else np.empty(parameter.numel(), each.dtype)
+            for parameter, each, here in zip(updated, layout, in_place, strict=True)
+        ]
+        gathered = gather_slices(communicator, layout, held, outs, self.name)
+        for parameter, host, here in zip(updated, gathered, in_place, strict=True):
+            if not here:
+                parameter.data.copy_(_arrays.from_host(host, parameter))
         torch.autograd.graph.increment_version(updated)  # autograd detects that they have changed
 
     # state ------------------------------------------------------------------------------------------
@@ -273,8 +270,7 @@ class ParameterSlices:
             yield
             return
         own: State = optimizer.state
-        whole: defaultdict[Any, State] = defaultdict(dict)
-        whole.update({key: value for key, value in own.items() if not torch.is_tensor(key)})
+        whole: defaultdict[Any, State] = defaultdict(dict, state_of_all(optimizer))
         for index, parameter in enumerate(self.divided):
             if state := self._whole_state(index, parameter):
                 whole[parameter] = state
