@@ -1,13 +1,5 @@
-"""Optax transformations of which each rank has a slice of the state, and makes the updates of the items in it. Two
-ranks, a parameter w and Adam::
-
-                 rank 0                             rank 1
-    gradients    ─────────────── reducescatter ────────────────      one host call: GradientReducer
-                 g[:n]                              g[n:]
-    update       m[:n], v[:n], w[:n]                m[n:], …         tx.update, unchanged, on trees of slices
-                 u[:n]                              u[n:]
-    updates      ───────────────── allgather ──────────────────      one host call
-                 u                                  u                the same on both, and so are w + u
+"""Optax transformations of which each rank has a slice of the state, and makes the updates of the items in it, as
+``parallel/reduce/slices.py`` shows: by ``tx.update`` on trees of slices, between two host calls.
 
 Transformations that work item by item have even slices, and others whole arrays; ``dependence.py`` finds out.
 """

@@ -1,22 +1,11 @@
-"""Optimizers of which each rank has a slice of the state, and updates the parameters' items in it. Two ranks, a
-parameter p and Adam; a slice parameter stands for a rank's items of p in torch's own ``step``, and is in their memory::
-
-                 rank 0                             rank 1
-    gradients    ─────────────── reducescatter ────────────────      parallel/reduce/slices.py
-                 g[:n]                              g[n:]
-    update       p[:n], m[:n], …                    p[n:], m[n:], …  torch's, unchanged, on the slice parameters
-    parameters   ───────────────── allgather ──────────────────
-                 p                                  p
+"""Optimizers of which each rank has a slice of the state, and updates the parameters' items in it, as
+``parallel/reduce/slices.py`` shows. In torch's own ``step``, a slice parameter stands for a rank's items, and is in
+their memory.
 
 Optimizers that work item by item have even slices. Others have whole parameters, which are their own slice parameters.
 
 An optimizer that is not used yet, or has just loaded its state, has that of one process, which is cut at the next step.
-From then on a rank asks the others for it, one parameter at a time::
-
-    rank 0                         rank 1
-    state_dict()                   waits in its next collective, or ends
-    asks for the state of p        gives m[n:], …
-    {0: {"m": m, …}}
+From then on a rank asks the others for it (``Members.serve``), one parameter at a time.
 
 Loss of a rank: see ``slice_commits.py``.
 """

@@ -271,15 +271,9 @@ def divide(optimizer: Any) -> None:
 
 
 def cut_anew(optimizer: Any, model: Any) -> None:
-    """Cuts the slices of an optimizer's state anew, for the ranks that there are now; all ranks call it between two
-    steps. One that has joined since the slices were cut has none of them, and receives its own. Three of four ranks go
-    on, which each have a slice and the copy of another one::
-
-        slices of 4   rank 0: 0 3    rank 1 is lost    rank 2: 2 1    rank 3: 3 2
-        each slot     ◄──────── gathered: slice 0 from rank 0, 1 and 2 from rank 2, 3 from rank 3 ────────►
-        slices of 3   rank 0: 0 2                      rank 1: 1 0    rank 2: 2 1
-
-    The step of the ``model`` that is trained is compiled again.
+    """Cuts the slices of an optimizer's state anew, for the ranks that there are now, one slot at a time; all ranks
+    call it between two steps. One that has joined since the slices were cut has none of them, and receives its own. The
+    step of the ``model`` that is trained is compiled again.
     """
     reducer: Any = reducer_of(optimizer)
     reducer.model = weakref.ref(model)

@@ -1,13 +1,6 @@
-"""Optimizers of which each rank has a slice of the state, and makes the update of the variables' items in it. Two
-ranks, a variable v and Adam::
-
-                 rank 0                             rank 1
-    gradients    ─────────────── reducescatter ────────────────      parallel/reduce/slices.py
-                 g[:n]                              g[n:]
-    norms        ─────────── allreduce, to clip by them ───────      one number for each variable
-    update       v[:n], m[:n], …                    v[n:], m[n:], …  Keras', unchanged, on the slice variables
-    weights      ───────────────── allgather ──────────────────
-                 v                                  v
+"""Optimizers of which each rank has a slice of the state, and makes the update of the variables' items in it, as
+``parallel/reduce/slices.py`` shows: by Keras' own code, on slice variables. To clip by norms, ranks sum one number for
+each variable before.
 
 Files have the state of one process, which a rank alone may write: ``whole_state.py``.
 """

@@ -4,11 +4,7 @@ one process   iteration  learning_rate  m of a  m of b  v of a  v of b      the 
 rank 0        iteration  learning_rate  m of a  m of b  v of a  v of b      of a, and the first items of b
 rank 1        iteration  learning_rate  m of b  v of b                      of the other items of b
 
-Any rank may save it, slot by slot: the others give their items when they next wait for one another::
-
-rank 0                               rank 1
-model.save: slot 3 ──── asks ──────► waits for rank 0 in its next step, or has ended
-         m ◄──── its items of m ──── serves (comm/members.py), and waits again
+Any rank may save it, slot by slot: the others give their items when they next wait for one another (``Members.serve``).
 """
 
 import math

@@ -7,6 +7,15 @@ state (ZeRO, stage 1: Rajbhandari et al., arXiv 1910.02054; Xu et al., arXiv 200
     rank 2                              c c c c c c
     whole       rank 0: a          rank 1: c     rank 2: b  for optimizers that need all of an array
 
+A step, of two ranks, an array p and Adam. Each face makes the update by its framework's own code::
+
+                 rank 0                             rank 1
+    gradients    ─────────────── reducescatter ────────────────
+                 g[:n]                              g[n:]
+    update       p[:n], m[:n], …                    p[n:], m[n:], …
+    arrays       ───────────────── allgather ──────────────────      of optax, their updates
+                 p                                  p
+
 In an elastic job another rank has a copy of each slice, and makes the same updates of it: so no message keeps it::
 
     slice           0        1        2        3
