@@ -185,14 +185,14 @@ class SlicedUpdate:
         if not {*own} <= {*paths_of(expected)}:
             raise ConfigError("whole_state was given the state of another transformation, or of other parameters.")
         owners = self._owners(params, division)
-        outlines = {path: (np.shape(value), np.dtype(value.dtype)) for path, value in own.items()}
-        kinds, communicator = allgather_object(outlines, process_set=process_set), process_set.communicator
+        dtypes = {path: np.dtype(value.dtype) for path, value in own.items()}
+        of_ranks, communicator = allgather_object(dtypes, process_set=process_set), process_set.communicator
         values = []
         for path, spec in _with_paths(expected):
             if path not in owners:
                 values.append(np.asarray(own[path]))
                 continue
-            dtype = next(each[path][1] for each in kinds if path in each)  # the steps may have changed it
+            dtype = next(each[path] for each in of_ranks if path in each)  # the steps may have changed it
             layout = DenseLayout(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
             items = np.asarray(own.get(path, np.empty(0)), dtype).reshape(-1)[: layout.items(division.rank)]
             held = {(communicator.rank, 0): items}

@@ -51,7 +51,7 @@ from choros.training.tf_context import as_one_replica
 from choros.training.thread import doing, thread
 from choros.training.variables import broadcast_updates, value_of
 from choros.training.weighting import current_step
-from choros.training.whole_state import MEETING, OptimizerSlots, WholeState, host_value, nbytes
+from choros.training.whole_state import MEETING, WholeState, host_value, nbytes
 
 _ATTRIBUTE = "_choros_reducer"
 _as_one_replica = as_one_replica if keras.backend.backend() == "tensorflow" else nullcontext
@@ -235,7 +235,7 @@ def _stateless_apply_in_slices(optimizer: Any, state: Sequence[Any], gradients: 
 
 def _state_bytes(optimizer: Any) -> tuple[int, int]:
     own, state = sum(map(nbytes, optimizer.variables)), cast(OptimizerReducer, reducer_of(optimizer)).state
-    return own, own if state is None else sum(nbytes(slot.outline) for slot in state.slots.whole)
+    return own, own if state is None else sum(nbytes(slot.outline) for slot in state.slots)
 
 
 def trained_by(optimizer: Any) -> list[Any]:
@@ -267,7 +267,7 @@ def divide(optimizer: Any) -> None:
     with keras.name_scope(optimizer.name):
         optimizer.build(variables)
     assign_whole(optimizer, values)
-    reducer.state.held = values[len(values) - len(reducer.state.slots.whole) :]
+    reducer.state.held = values[len(values) - len(reducer.state.slots) :]
 
 
 def cut_anew(optimizer: Any, model: Any) -> None:
@@ -287,8 +287,8 @@ def _cut_request(reducer: OptimizerReducer) -> Request:
 
 
 def _cut_anew(optimizer: Any) -> None:
-    reducer, inner = cast(OptimizerReducer, reducer_of(optimizer)), innermost(optimizer)
-    process_set, state = reducer.reducer.config.process_set, state_of(optimizer)
+    reducer, state = cast(OptimizerReducer, reducer_of(optimizer)), state_of(optimizer)
+    process_set = reducer.reducer.config.process_set
     communicator = process_set.communicator
     reducer.synchronize()
     with doing("building_slices"), _as_one_replica(), keras.name_scope(optimizer.name):
@@ -302,17 +302,16 @@ def _cut_anew(optimizer: Any) -> None:
             reducer.begun, state.held = begun, ()
         while True:
             slices = Slices(optimizer, state.slices.variables, process_set, reducer.local)
-            slots = OptimizerSlots(inner, slices, state.slots.first)
+            new = WholeState(optimizer, slices, reducer.synchronize, state)
             parts: dict[int, Any] = {}
-            for number in range(len(slots.whole)):
-                parts |= {
-                    position: np.array(part) for position, part in slots.parts(number, state.whole(number)).items()
-                }
+            for number in range(len(new.slots)):
+                parts |= {position: np.array(each) for position, each in new.parts(number, state.whole(number)).items()}
             if slices.holders.members == communicator.launched:
                 break
-        rebuild(optimizer, slots)
+        reducer.state = new
+        rebuild(optimizer, new)
         for position, part in parts.items():
-            state.assign_part(position, part)
+            new.assign_part(position, part)
     reducer.compile_again()
 
 
