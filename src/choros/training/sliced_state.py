@@ -281,9 +281,10 @@ class Slices:
 
         def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
             def sum_of_all() -> Array:
-                senders, total = self.holders.senders(communicator.launched), np.zeros(len(self.variables), np.float32)
+                sent = self.holders.sent(communicator.launched)[communicator.rank]
+                total = np.zeros(len(self.variables), np.float32)
                 for (index, number), value in zip(pieces, hosts[0], strict=False):
-                    if number != ALONE and senders[number] == communicator.rank:  # of a slice and its copy, one counts
+                    if number in sent:  # of a slice and its copy, one counts
                         total[index] += value
                 summed: Array = allreduce(total, Reduction.SUM, process_set=self.process_set)
                 return summed
