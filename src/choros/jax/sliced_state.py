@@ -1,13 +1,5 @@
-"""Optax transformations of which each rank has a slice of the state, and makes the updates of the items in it. Two
-ranks, a parameter w and Adam::
-
-                 rank 0                             rank 1
-    gradients    ─────────────── reducescatter ────────────────      one host call: GradientReducer
-                 g[:n]                              g[n:]
-    update       m[:n], v[:n], w[:n]                m[n:], …         tx.update, unchanged, on trees of slices
-                 u[:n]                              u[n:]
-    updates      ───────────────── allgather ──────────────────      one host call
-                 u                                  u                the same on both, and so are w + u
+"""Optax transformations of which each rank has a slice of the state, and makes the updates of the items in it, as
+``parallel/reduce/slices.py`` shows: by ``tx.update`` on trees of slices, between two host calls.
 
 Transformations that work item by item have even slices, and others whole arrays; ``dependence.py`` finds out.
 """
@@ -153,13 +145,11 @@ class SlicedUpdate:
 
         def on_host(hosts: Sequence[Array]) -> list[Array]:
             models = hosts[-1].shape
-            given = [np.empty(0, each.dtype) for each in layout]
-            for position, host in zip(here, hosts, strict=False):
-                given[position] = host.reshape(-1)
             kinds = [of_models(each, models) for each in layout]
             reducer = self._reduction.reducer
             communicator = reducer.config.process_set.communicator
-            return gather_slices(communicator, kinds, {communicator.rank: given}, name=reducer.name)
+            held = {(communicator.rank, position): host for position, host in zip(here, hosts, strict=False)}
+            return gather_slices(communicator, kinds, held, name=reducer.name)
 
         given = [jnp.asarray(own[indices[position]], layout[position].dtype) for position in here]
         outputs = [ArraySpec(each.shape, each.dtype) for each in layout]
@@ -195,17 +185,17 @@ class SlicedUpdate:
         if not {*own} <= {*paths_of(expected)}:
             raise ConfigError("whole_state was given the state of another transformation, or of other parameters.")
         owners = self._owners(params, division)
-        outlines = {path: (np.shape(value), np.dtype(value.dtype)) for path, value in own.items()}
-        kinds, communicator = allgather_object(outlines, process_set=process_set), process_set.communicator
+        dtypes = {path: np.dtype(value.dtype) for path, value in own.items()}
+        of_ranks, communicator = allgather_object(dtypes, process_set=process_set), process_set.communicator
         values = []
         for path, spec in _with_paths(expected):
             if path not in owners:
                 values.append(np.asarray(own[path]))
                 continue
-            dtype = next(each[path][1] for each in kinds if path in each)  # the steps may have changed it
+            dtype = next(each[path] for each in of_ranks if path in each)  # the steps may have changed it
             layout = DenseLayout(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
             items = np.asarray(own.get(path, np.empty(0)), dtype).reshape(-1)[: layout.items(division.rank)]
-            held = {communicator.rank: [items]}
+            held = {(communicator.rank, 0): items}
             values += gather_slices(communicator, [layout], held, name=self._reduction.reducer.name)
         return jax.tree.structure(expected).unflatten(values)
 

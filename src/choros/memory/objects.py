@@ -50,7 +50,7 @@ def _slots(optimizer: Any, variables: Sequence[Any]) -> list[Slot]:
     """The optimizer's variables, as one that is not built yet would create them."""
     reducer = reducer_of(optimizer)
     if reducer is not None and reducer.state is not None:
-        return reducer.state.slots.whole
+        return reducer.state.slots
     inner = innermost(optimizer)
     kind: Any = underived(type(inner))
     try:
@@ -60,8 +60,7 @@ def _slots(optimizer: Any, variables: Sequence[Any]) -> list[Slot]:
             f"the state of {type(inner).__name__} is not known: it cannot be made again from its get_config() "
             f"({error}). Let get_config() return all arguments of its __init__."
         ) from error
-    of = partial(outline, fresh, fresh.variables)
-    return slots(of(variables), [of([each]) for each in variables], of([]))
+    return slots(partial(outline, fresh, fresh.variables), variables)
 
 
 def _division(optimizer: Any) -> str:

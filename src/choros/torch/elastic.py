@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from choros.comm import global_process_set
 from choros.elastic.retry import run
 from choros.elastic.sampler import ElasticSampler
 from choros.elastic.state import ObjectState, State, StateDictHandler, StateHandler
@@ -29,7 +30,7 @@ from choros.torch import slice_commits
 from choros.torch.messages import on_host
 from choros.torch.optimizer import abandon_step
 from choros.torch.sliced_state import SavedSlices, slices_of
-from choros.torch.state import broadcast_optimizer_state, broadcast_parameters
+from choros.torch.state import broadcast_optimizer, broadcast_parameters
 
 __all__ = [
     "ElasticSampler",
@@ -80,8 +81,7 @@ class _OptimizerHandler(StateDictHandler):
             super().restore()
 
     def sync(self) -> None:
-        with slice_commits.using(self.value, self._saved):
-            broadcast_optimizer_state(self.value, root_rank=0)
+        broadcast_optimizer(self.value, 0, global_process_set, self._saved)
         self.save()
 
 

@@ -10,8 +10,7 @@ which goes on from its last one. With each commit a rank gives another one a cop
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,9 @@ from numpy.typing import NDArray
 
 from choros.comm import Request
 from choros.parallel.reduce.slices import Holders, check_slices
-from choros.torch.division import DividedParameter, State, parameters_of, state_of_all
+from choros.torch.division import State, parameters_of, state_of_all
 from choros.torch.messages import decoded, encoded, on_host
-from choros.torch.sliced_state import ParameterSlices, SavedSlices, settings_of, slices_of
+from choros.torch.sliced_state import ParameterSlices, SavedSlices, settings_of
 
 
 def save(optimizer: Any, slices: ParameterSlices) -> SavedSlices:
@@ -50,48 +49,34 @@ def save(optimizer: Any, slices: ParameterSlices) -> SavedSlices:
         return communicator.alltoallv_bytes(np.frombuffer(message, np.uint8), sent, received)
 
     received = communicator.atomic(collective)
-    kept_settings, kept_own, kept_others = copy.deepcopy(on_host((settings, own, others)))
-    return SavedSlices(
-        slices, slices.holders, slices.number, slices.divided, kept_settings, kept_own, kept_others, received
-    )
+    used = copy.deepcopy(on_host((settings, own, others)))
+    return SavedSlices(slices, slices.holders, slices.number, slices.divided, used, received)
 
 
 def restore(optimizer: Any, saved: SavedSlices) -> None:
     """Gives this rank its slice as it was at a ``save``."""
     slices = saved.slices
     slices.holders, slices.number, slices.divided = saved.holders, saved.number, saved.divided
-    settings, own, others = copy.deepcopy((saved.settings, saved.own, saved.others))
-    slices.use(optimizer, settings, own, others)
+    slices.use(optimizer, *copy.deepcopy(saved.used))
 
 
-@contextmanager
-def using(optimizer: Any, saved: Any) -> Iterator[None]:
-    """A context in which slices are cut anew from what was ``saved``, where ranks were lost; only slices are of use."""
-    slices = slices_of(optimizer)
-    if slices is None or not isinstance(saved, SavedSlices) or saved.slices is not slices:
-        yield
-        return
-    slices.saved = saved
-    try:
-        yield
-    finally:
-        slices.saved = None
-
-
-def cut_anew(optimizer: Any, slices: ParameterSlices, root: int) -> None:
+def cut_anew(optimizer: Any, slices: ParameterSlices, root: int, saved: Any) -> None:
     """Cuts the slices for the ranks that there are now, if these have changed since; all ranks call it between two
-    steps, of which one that has joined receives its slice. If ``root`` has the state of one process, that is to come.
+    steps, of which one that has joined receives its slice. Where ranks were lost, copies are what was ``saved``, if it
+    is of these slices. If ``root`` has the state of one process, that is to come.
 
     Raises:
         PeerLostError: on all ranks, if a slice and its copy were lost.
     """
     slices.restore()
+    if not isinstance(saved, SavedSlices) or saved.slices is not slices:
+        saved = None
     communicator, parameters = slices.process_set.communicator, parameters_of(optimizer)
     request = Request("slices of optimizer state")  # one that has joined may call them otherwise
 
     def hear() -> tuple[list[int], bytes]:
         is_root = communicator.rank == root
-        message = _description(optimizer, slices, parameters) if is_root else b""
+        message = _description(optimizer, slices, parameters, saved.holders.shift if saved else 0) if is_root else b""
         values = communicator.agree(request, value=2 * len(message) + slices.is_whole)
         counts = [value // 2 for value in values]
         return values, communicator.gather_bytes(np.frombuffer(message, np.uint8), counts).tobytes()
@@ -108,12 +93,27 @@ def cut_anew(optimizer: Any, slices: ParameterSlices, root: int) -> None:
     holders = Holders(tuple(heard["members"]), heard["shift"])
     if holders.members == communicator.launched and not lacking:
         return
-    parts = _gathered(slices, holders.without(lacking), slices.divider.divided(before), slices.divider.divided(now))
+    holders, divided = holders.without(lacking), slices.divider.divided(before)
+    copies = {} if slices.is_whole or saved is None or not saved.copy.size else decoded(saved.copy.tobytes())
+    request, parts = Request("state of a parameter", name=slices.name), {}
+
+    def gathered(index: int, parameter: Any) -> State:
+        def part(number: int) -> State:
+            return slices.part(parameter) if number == slices.number else copies.get(index, {})
+
+        def gather() -> list[bytes]:
+            communicator.agree(request, value=index)
+            return slices.gather_messages(holders, part)
+
+        return divided[parameter].joined(parameter, communicator.atomic(gather))
+
+    for index, (parameter, each) in enumerate(slices.divider.divided(now).items()):
+        parts[index] = each.cut(gathered(index, parameter), parameter, communicator.rank)
     slices.divide_anew(now)
     slices.use(optimizer, heard["settings"], parts, heard["others"])
 
 
-def _description(optimizer: Any, slices: ParameterSlices, parameters: Sequence[Any]) -> bytes:
+def _description(optimizer: Any, slices: ParameterSlices, parameters: Sequence[Any], shift: int) -> bytes:
     """What others need to know: one that has joined may have frozen other parameters."""
     slices.divide(optimizer)
     now = slices.divider.evenly(parameters, slices.process_set.communicator.size)
@@ -121,32 +121,10 @@ def _description(optimizer: Any, slices: ParameterSlices, parameters: Sequence[A
         {
             "name": slices.name,
             "members": list(slices.holders.members),
-            "shift": 0 if slices.saved is None else slices.saved.holders.shift,
+            "shift": shift,
             "before": list(map(slices.ranges_of, parameters)),
             "now": [now[parameter] for parameter in parameters],
             "settings": settings_of(optimizer),
             "others": state_of_all(optimizer),
         }
     )
-
-
-def _gathered(
-    slices: ParameterSlices, holders: Holders, before: dict[Any, DividedParameter], now: dict[Any, DividedParameter]
-) -> dict[int, State]:
-    """Returns this rank's part of the state of each parameter, by its number."""
-    communicator = slices.process_set.communicator
-    saved = None if slices.is_whole else slices.saved
-    copies = decoded(saved.copy.tobytes()) if saved is not None and saved.copy.size else {}
-    request, parts = Request("state of a parameter", name=slices.name), {}
-    for index, parameter in enumerate(before):
-
-        def part(number: int, index: int = index, parameter: Any = parameter) -> State:
-            return slices.part(parameter) if number == slices.number else copies.get(index, {})
-
-        def gather(index: int = index, part: Callable[[int], State] = part) -> list[bytes]:
-            communicator.agree(request, value=index)
-            return slices.gather_messages(holders, part)
-
-        whole = before[parameter].joined(parameter, communicator.atomic(gather))
-        parts[index] = now[parameter].cut(whole, parameter, communicator.rank)
-    return parts

@@ -1,22 +1,11 @@
-"""Optimizers of which each rank has a slice of the state, and updates the parameters' items in it. Two ranks, a
-parameter p and Adam; a slice parameter stands for a rank's items of p in torch's own ``step``, and is in their memory::
-
-                 rank 0                             rank 1
-    gradients    ─────────────── reducescatter ────────────────      parallel/reduce/slices.py
-                 g[:n]                              g[n:]
-    update       p[:n], m[:n], …                    p[n:], m[n:], …  torch's, unchanged, on the slice parameters
-    parameters   ───────────────── allgather ──────────────────
-                 p                                  p
+"""Optimizers of which each rank has a slice of the state, and updates the parameters' items in it, as
+``parallel/reduce/slices.py`` shows. In torch's own ``step``, a slice parameter stands for a rank's items, and is in
+their memory.
 
 Optimizers that work item by item have even slices. Others have whole parameters, which are their own slice parameters.
 
 An optimizer that is not used yet, or has just loaded its state, has that of one process, which is cut at the next step.
-From then on a rank asks the others for it, one parameter at a time::
-
-    rank 0                         rank 1
-    state_dict()                   waits in its next collective, or ends
-    asks for the state of p        gives m[n:], …
-    {0: {"m": m, …}}
+From then on a rank asks the others for it (``Members.serve``), one parameter at a time.
 
 Loss of a rank: see ``slice_commits.py``.
 """
@@ -26,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -40,7 +29,7 @@ from choros.errors import ConfigError, EngineError
 from choros.parallel.reduce.gradients import DenseLayout, Ranges, SparseRows
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.slices import Holders, check_slices, gather_parts, gather_slices, own_items
-from choros.torch.division import DividedParameter, ParameterDivider, State, parameters_of
+from choros.torch.division import DividedParameter, ParameterDivider, State, parameters_of, state_of_all
 from choros.torch.messages import encoded_or_refused
 
 _ATTRIBUTE = "_choros_slices"
@@ -50,15 +39,15 @@ _arrays = TorchArrays()
 @final
 @dataclass(frozen=True)
 class SavedSlices:
-    """A commit of this rank's slice in memory: of which slices, and a copy of another rank's, as its message."""
+    """A commit of this rank's slice in memory: what ``slices`` are to ``use``, and a copy of another rank's, as its
+    message.
+    """
 
     slices: ParameterSlices
     holders: Holders
     number: int
     divided: dict[Any, DividedParameter]
-    settings: Sequence[Any]
-    own: Mapping[int, State]
-    others: State
+    used: tuple[Sequence[Any], Mapping[int, State], State]
     copy: NDArray[np.uint8]
 
 
@@ -72,7 +61,6 @@ class ParameterSlices:
         divided: how each parameter is divided.
         compared: whether ranks have compared the parameters since they were divided.
         loads: how many states of one process steps have begun with since ranks compared that.
-        saved: this rank's last commit in memory, while slices are cut anew from it.
         is_checked: whether the state was found to consist of what ranks can send one another.
         name: tells it from others that have the same parameters; the same on every rank.
         reducer: that of the gradients, which has the same name.
@@ -95,7 +83,6 @@ class ParameterSlices:
         self.is_whole = True
         self.compared = self.is_checked = False
         self.loads = 0
-        self.saved: SavedSlices | None = None
         self.reducer: GradientReducer | None = None
         self._state: State = optimizer.state
         #: The parameters of each group while slice parameters take their place.
@@ -150,10 +137,8 @@ class ParameterSlices:
         if not gradient.is_sparse:
             return gradient.reshape(-1)[slice(*items)]
         sparse = gradient if gradient.sparse_dim() == 1 else gradient.to_dense().to_sparse(1)
-        indices, values, shape = _arrays.rows_of(sparse)  # type: ignore[misc]
-        rows = own_items(SparseRows(_arrays.to_host(indices), _arrays.to_host(values), shape), *items)
-        own_indices, own_values = (_arrays.from_host(each, gradient) for each in (rows.indices, rows.values))
-        return _arrays.from_rows(own_indices, own_values, rows.shape)
+        rows = own_items(SparseRows(*_arrays.rows_of(sparse)), *items)  # type: ignore[misc]
+        return _arrays.from_rows(rows.indices, rows.values, rows.shape)
 
     def begin(self, optimizer: Any, items: Mapping[Any, Any]) -> None:
         """Puts the slice parameters into the groups, with this rank's ``items`` of the gradients of parameters."""
@@ -215,22 +200,19 @@ class ParameterSlices:
     def _gather(self) -> None:
         """Gives the parameters of the update the items of all ranks' slice parameters."""
         updated, communicator = self._updated, self.process_set.communicator
-        layout, outs, own = [], [], []
-        for parameter in updated:
-            each, items = self._layout(parameter), self.divided[parameter].own
-            if _arrays.own_host_memory([parameter]):  # the slice parameter is a part of it
-                out = _arrays.to_host(parameter).reshape(-1)
-                mine = out[slice(*each.ranges[self.number])]
-            else:
-                out = np.empty(parameter.numel(), each.dtype)
-                mine = out[:0] if items is None else _arrays.to_host(items).reshape(-1)
-            layout.append(each)
-            outs.append(out)
-            own.append(mine)
-        gather_slices(communicator, layout, {communicator.rank: own}, outs, self.name)
-        for parameter, out in zip(updated, outs, strict=True):
-            if not _arrays.own_host_memory([parameter]):
-                parameter.data.copy_(_arrays.from_host(out.reshape(parameter.shape), parameter))
+        layout = list(map(self._layout, updated))
+        owns = enumerate(self.divided[parameter].own for parameter in updated)
+        held = {(communicator.rank, index): _arrays.to_host(own) for index, own in owns if own is not None}
+        # Slice parameters are parts of these.
+        in_place = [_arrays.own_host_memory([parameter]) for parameter in updated]
+        outs = [
+            _arrays.to_host(parameter).reshape(-1) if here else np.empty(parameter.numel(), each.dtype)
+            for parameter, each, here in zip(updated, layout, in_place, strict=True)
+        ]
+        gathered = gather_slices(communicator, layout, held, outs, self.name)
+        for parameter, host, here in zip(updated, gathered, in_place, strict=True):
+            if not here:
+                parameter.data.copy_(_arrays.from_host(host, parameter))
         torch.autograd.graph.increment_version(updated)  # autograd detects that they have changed
 
     # state ------------------------------------------------------------------------------------------
@@ -277,8 +259,7 @@ class ParameterSlices:
             yield
             return
         own: State = optimizer.state
-        whole: defaultdict[Any, State] = defaultdict(dict)
-        whole.update({key: value for key, value in own.items() if not torch.is_tensor(key)})
+        whole: defaultdict[Any, State] = defaultdict(dict, state_of_all(optimizer))
         for index, parameter in enumerate(self.divided):
             if state := self._whole_state(index, parameter):
                 whole[parameter] = state
@@ -348,15 +329,10 @@ def slice_state(optimizer: Any, process_set: ProcessSet) -> ParameterSlices:
     return slices
 
 
-@contextmanager
-def whole_state(optimizer: Any) -> Iterator[None]:
+def whole_state(optimizer: Any) -> AbstractContextManager[None]:
     """A context in which ``optimizer`` has the state of one process, if each rank has a slice of it."""
     slices = slices_of(optimizer)
-    if slices is None:
-        yield
-    else:
-        with slices.as_one_process(optimizer):
-            yield
+    return nullcontext() if slices is None else slices.as_one_process(optimizer)
 
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:

@@ -96,12 +96,17 @@ def broadcast_optimizer_state(
         >>> hvd.broadcast_optimizer_state(torch.optim.Adam(torch.nn.Linear(2, 1).parameters()), root_rank=0)
     """
     del model
+    broadcast_optimizer(optimizer, root_rank, process_set)
+
+
+def broadcast_optimizer(optimizer: Any, root_rank: int, process_set: ProcessSet, saved: Any = None) -> None:
+    """``broadcast_optimizer_state``; where ranks were lost, their slices are those that this one has ``saved``."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("the state of torch.optim.LBFGS cannot be broadcast: it is that of its own rank's steps.")
     communicator, slices = process_set.communicator, slices_of(optimizer)
     is_root = communicator.ranks[communicator.rank] == root_rank
     if slices is not None and communicator.elastic and not communicator.is_new:
-        slice_commits.cut_anew(optimizer, slices, communicator.ranks.index(root_rank))
+        slice_commits.cut_anew(optimizer, slices, communicator.ranks.index(root_rank), saved)
     if not optimizer.state and (slices is None or slices.is_whole):
         _create_gradients(optimizer)
         if is_root:
@@ -145,10 +150,7 @@ def _broadcast_slices(
     settings, is_whole, having, others = sent(
         (settings_of(optimizer), slices.is_whole, having, state_of_all(optimizer))
     )
-    parts: dict[int, Any] = {}
-    for index in having:
-        parameter = parameters[index]
-        parts[index] = slices.cut(sent(optimizer.state[parameter] if is_root else None), parameter)
+    parts = {index: slices.cut(sent(optimizer.state.get(parameters[index])), parameters[index]) for index in having}
     if not is_root and is_whole:
         slices.use(optimizer, settings, parts, others)
     elif not is_root:

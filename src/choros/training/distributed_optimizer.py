@@ -20,7 +20,7 @@ from choros.comm import Reduction, Request
 from choros.comm.joining import Participation
 from choros.errors import ConfigError, StrategyError
 from choros.parallel.objects import object_of_first
-from choros.parallel.reduce.slices import Holders, check_process_set, log_memory
+from choros.parallel.reduce.slices import check_process_set, log_memory
 from choros.training.host_gradients import tensor_of
 from choros.training.keras_internals import slice_variables
 from choros.training.keras_internals.models import (
@@ -38,13 +38,12 @@ from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.replaced import own_class
 from choros.training.sliced_optimizer import (
     apply_scaled,
-    assign_undivided,
     assign_whole,
     rebuild,
     slice_state,
     slices_of,
     state_of,
-    undivided_values,
+    undivided,
     whole_values,
 )
 from choros.training.sliced_state import Slices
@@ -52,7 +51,7 @@ from choros.training.tf_context import as_one_replica
 from choros.training.thread import doing, thread
 from choros.training.variables import broadcast_updates, value_of
 from choros.training.weighting import current_step
-from choros.training.whole_state import MEETING, OptimizerSlots, WholeState, nbytes
+from choros.training.whole_state import MEETING, WholeState, host_value, nbytes
 
 _ATTRIBUTE = "_choros_reducer"
 _as_one_replica = as_one_replica if keras.backend.backend() == "tensorflow" else nullcontext
@@ -236,7 +235,7 @@ def _stateless_apply_in_slices(optimizer: Any, state: Sequence[Any], gradients: 
 
 def _state_bytes(optimizer: Any) -> tuple[int, int]:
     own, state = sum(map(nbytes, optimizer.variables)), cast(OptimizerReducer, reducer_of(optimizer)).state
-    return own, own if state is None else sum(nbytes(slot.outline) for slot in state.slots.whole)
+    return own, own if state is None else sum(nbytes(slot.outline) for slot in state.slots)
 
 
 def trained_by(optimizer: Any) -> list[Any]:
@@ -268,19 +267,13 @@ def divide(optimizer: Any) -> None:
     with keras.name_scope(optimizer.name):
         optimizer.build(variables)
     assign_whole(optimizer, values)
-    reducer.state.held = values[len(values) - len(reducer.state.slots.whole) :]
+    reducer.state.held = values[len(values) - len(reducer.state.slots) :]
 
 
 def cut_anew(optimizer: Any, model: Any) -> None:
-    """Cuts the slices of an optimizer's state anew, for the ranks that there are now; all ranks call it between two
-    steps. One that has joined since the slices were cut has none of them, and receives its own. Three of four ranks go
-    on, which each have a slice and the copy of another one::
-
-        slices of 4   rank 0: 0 3    rank 1 is lost    rank 2: 2 1    rank 3: 3 2
-        each slot     ◄──────── gathered: slice 0 from rank 0, 1 and 2 from rank 2, 3 from rank 3 ────────►
-        slices of 3   rank 0: 0 2                      rank 1: 1 0    rank 2: 2 1
-
-    The step of the ``model`` that is trained is compiled again.
+    """Cuts the slices of an optimizer's state anew, for the ranks that there are now, one slot at a time; all ranks
+    call it between two steps. One that has joined since the slices were cut has none of them, and receives its own. The
+    step of the ``model`` that is trained is compiled again.
     """
     reducer: Any = reducer_of(optimizer)
     reducer.model = weakref.ref(model)
@@ -294,35 +287,31 @@ def _cut_request(reducer: OptimizerReducer) -> Request:
 
 
 def _cut_anew(optimizer: Any) -> None:
-    reducer, inner = cast(OptimizerReducer, reducer_of(optimizer)), innermost(optimizer)
-    process_set, state = reducer.reducer.config.process_set, state_of(optimizer)
+    reducer, state = cast(OptimizerReducer, reducer_of(optimizer)), state_of(optimizer)
+    process_set = reducer.reducer.config.process_set
     communicator = process_set.communicator
     reducer.synchronize()
     with doing("building_slices"), _as_one_replica(), keras.name_scope(optimizer.name):
-
-        def cut(holders: Holders) -> OptimizerSlots:
-            slices = Slices(optimizer, state.slices.variables, process_set, reducer.local, holders)
-            return OptimizerSlots(inner, slices, state.slots.first)
-
         holders, begun, values = object_of_first(
-            lambda: (state.slices.holders, reducer.begun, undivided_values(optimizer))
+            lambda: (state.slices.holders, reducer.begun, list(map(host_value, undivided(optimizer))))
         )
         if not holders.has(communicator.launched[communicator.rank]):  # this rank has joined since
-            rebuild(optimizer, cut(holders))
-            assign_undivided(optimizer, values)
+            for variable, value in zip(undivided(optimizer), values, strict=True):
+                variable.assign(value)
+            state.slices.join(holders)
             reducer.begun, state.held = begun, ()
         while True:
-            slots = cut(Holders.now(communicator))
+            slices = Slices(optimizer, state.slices.variables, process_set, reducer.local)
+            new = WholeState(optimizer, slices, reducer.synchronize, state)
             parts: dict[int, Any] = {}
-            for number in range(len(slots.whole)):
-                parts |= {
-                    position: np.array(part) for position, part in slots.parts(number, state.whole(number)).items()
-                }
-            if slots.slices.holders.members == communicator.launched:
+            for number in range(len(new.slots)):
+                parts |= {position: np.array(each) for position, each in new.parts(number, state.whole(number)).items()}
+            if slices.holders.members == communicator.launched:
                 break
-        rebuild(optimizer, slots)
+        reducer.state = new
+        rebuild(optimizer, new)
         for position, part in parts.items():
-            state.assign_part(position, part)
+            new.assign_part(position, part)
     reducer.compile_again()
 
 

@@ -1,13 +1,6 @@
-"""Optimizers of which each rank has a slice of the state, and makes the update of the variables' items in it. Two
-ranks, a variable v and Adam::
-
-                 rank 0                             rank 1
-    gradients    ─────────────── reducescatter ────────────────      parallel/reduce/slices.py
-                 g[:n]                              g[n:]
-    norms        ─────────── allreduce, to clip by them ───────      one number for each variable
-    update       v[:n], m[:n], …                    v[n:], m[n:], …  Keras', unchanged, on the slice variables
-    weights      ───────────────── allgather ──────────────────
-                 v                                  v
+"""Optimizers of which each rank has a slice of the state, and makes the update of the variables' items in it, as
+``parallel/reduce/slices.py`` shows: by Keras' own code, on slice variables. To clip by norms, ranks sum one number for
+each variable before.
 
 Files have the state of one process, which a rank alone may write: ``whole_state.py``.
 """
@@ -34,7 +27,7 @@ from choros.training.keras_internals.models import (
 from choros.training.keras_internals.slice_variables import Outline, outline_of
 from choros.training.sliced_state import Slices
 from choros.training.variables import OF_SLICE, value_of
-from choros.training.whole_state import OptimizerSlots, WholeState, host_value
+from choros.training.whole_state import WholeState, host_value
 
 _ATTRIBUTE = "_choros_state"
 _loads_alone = False
@@ -52,7 +45,7 @@ class _Sliced:
             if own is not slices.variables[index]:
                 slice_variables.decays_as(self, own, slices.variables[index])
         state = state_of(self)
-        for variable in state.slots.of_slices:
+        for variable in state.of_slices:
             object.__setattr__(variable, OF_SLICE, state)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
@@ -168,7 +161,7 @@ def whole_values(optimizer: Any) -> Iterator[Array]:
         return
     state = state_of(optimizer)
     yield from map(host_value, _outer_variables(optimizer))
-    for number in range(len(state.slots.whole)):
+    for number in range(len(state.slots)):
         yield state.whole(number)
 
 
@@ -177,7 +170,7 @@ def whole_outlines(optimizer: Any) -> list[Outline]:
     if not has_slices(optimizer):
         return list(map(outline_of, optimizer.variables))
     own = list(map(outline_of, _outer_variables(optimizer)))
-    return own + [slot.outline for slot in state_of(optimizer).slots.whole]
+    return own + [slot.outline for slot in state_of(optimizer).slots]
 
 
 def assign_whole(optimizer: Any, values: Iterable[Array]) -> None:
@@ -190,23 +183,9 @@ def assign_whole(optimizer: Any, values: Iterable[Array]) -> None:
             state_of(optimizer).assign(number, value)
 
 
-def undivided_values(optimizer: Any) -> list[Array]:
-    """Returns the state of which all ranks have the same."""
-    return [*map(host_value, _outer_variables(optimizer)), *map(state_of(optimizer).whole, _undivided(optimizer))]
-
-
-def assign_undivided(optimizer: Any, values: Sequence[Array]) -> None:
-    """Gives this rank the ``undivided_values`` of another one."""
-    own = _outer_variables(optimizer)
-    for variable, value in zip(own, values, strict=False):
-        variable.assign(value)
-    for number, value in zip(_undivided(optimizer), values[len(own) :], strict=True):
-        state_of(optimizer).assign(number, value)
-
-
-def _undivided(optimizer: Any) -> list[int]:
-    ranges = slices_of(optimizer).ranges
-    return [number for number, slot in enumerate(state_of(optimizer).slots.whole) if slot.index not in ranges]
+def undivided(optimizer: Any) -> list[Any]:
+    """The variables of an optimizer's state that each rank has whole."""
+    return _outer_variables(optimizer) + state_of(optimizer).undivided
 
 
 def has_slices(optimizer: Any) -> bool:
@@ -234,17 +213,18 @@ def slice_state(optimizer: Any, state: WholeState) -> None:
     inner = innermost(optimizer)
     inner.__class__ = derive(type(inner), _Sliced)
     object.__setattr__(inner, _ATTRIBUTE, state)
+    state.serve()
     if inner is not optimizer:
         optimizer.__class__ = derive(type(optimizer), _SlicedLossScale)
 
 
-def rebuild(optimizer: Any, slots: OptimizerSlots) -> None:
-    """Builds an optimizer anew, for the slots of other slices; the state in them is as Keras begins it."""
-    inner = innermost(optimizer)
+def rebuild(optimizer: Any, state: WholeState) -> None:
+    """Builds an optimizer anew, for a state in other slices; what is in them is as Keras begins it."""
+    inner, variables = innermost(optimizer), state.slices.slice_variables
     slices_of(optimizer).is_replaced = True
-    state_of(optimizer).cut_anew(slots)
-    variables = slots.slices.slice_variables
-    slice_variables.unbuild(inner, slots.first)
+    object.__setattr__(inner, _ATTRIBUTE, state)
+    state.serve()
+    slice_variables.unbuild(inner, state.first)
     _Sliced.build(inner, variables)
     if inner is not optimizer:
         note_trained_variables(optimizer, variables)

@@ -49,22 +49,13 @@ class Slices:
         seen: the members in the last update, which all have seen together.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        variables: Sequence[Any],
-        process_set: ProcessSet,
-        local: Sequence[Any],
-        holders: Holders | None = None,
-    ) -> None:
-        """``local`` variables are trained by each rank alone, and are their own slice variables. ``holders`` may be
-        those of before this rank has joined, which has nothing then; by default they are the ranks that there are.
-        """
+    def __init__(self, optimizer: Any, variables: Sequence[Any], process_set: ProcessSet, local: Sequence[Any]) -> None:
+        """``local`` variables are trained by each rank alone, and are their own slice variables."""
         communicator = process_set.communicator
         self.variables = list(variables)
         self.process_set = process_set
         self.rank = communicator.rank
-        self.holders = holders or Holders.now(communicator)
+        self.holders = Holders.now(communicator)
         self.held = self.holders.slices_of(communicator.launched[communicator.rank])
         self.receives_whole = communicator.elastic
         self.is_replaced = False
@@ -103,6 +94,10 @@ class Slices:
         """Notes which members are lost."""
         self.holders = self.holders.without({self._present[rank] for rank in change.lost if rank < len(self._present)})
         self._present = self.process_set.communicator.launched
+
+    def join(self, holders: Holders) -> None:
+        """Notes which ranks have which slices, on one that has joined since these were cut, and has none."""
+        self.holders, self._present = holders, self.process_set.communicator.launched
 
     def _divided(self, shared: Sequence[int]) -> Sequence[Ranges]:
         sizes = [math.prod(self.variables[index].shape) for index in shared]
@@ -157,10 +152,23 @@ class Slices:
 
     def cut(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Mapping[Piece, Any] | None]:
         """Returns this rank's pieces of whole gradients; ``None`` stays ``None``."""
+        return self._by_piece(self._items, gradients, variables)
+
+    def placed(self, items: Sequence[Any], variables: Sequence[Any]) -> list[Mapping[Piece, Any] | None]:
+        """Returns the pieces of the gradients that this rank has received, in the shapes of the slice variables."""
+        return self._by_piece(self._items if self.receives_whole else self._shaped, items, variables)
+
+    def _by_piece(
+        self, take: Callable[[Any, Piece], Any], gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> list[Mapping[Piece, Any] | None]:
         return [
-            None if gradient is None else {piece: self._items(gradient, piece) for piece in self.pieces_of(variable)}
+            None if gradient is None else {piece: take(gradient, piece) for piece in self.pieces_of(variable)}
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
+
+    def _shaped(self, gradient: Any, piece: Piece) -> Any:
+        sparse = keras_arrays().rows_of(gradient) is not None
+        return gradient if sparse else keras.ops.reshape(gradient, tuple(self.own[piece].shape))
 
     def _items(self, gradient: Any, piece: Piece) -> Any:
         index, number = piece
@@ -173,22 +181,6 @@ class Slices:
             return rows_within(rows[0], rows[1], start // width, own_shape)
         flat = keras.ops.reshape(keras_arrays().to_dense(gradient, shape), (-1,))
         return keras.ops.reshape(flat[start:stop], own_shape)
-
-    def placed(self, items: Sequence[Any], variables: Sequence[Any]) -> list[Mapping[Piece, Any] | None]:
-        """Returns the pieces of the gradients that this rank has received, in the shapes of the slice variables."""
-        if self.receives_whole:
-            return self.cut(items, variables)
-
-        def place(gradient: Any, variable: Any) -> Mapping[Piece, Any] | None:
-            if gradient is None or gradient is ELSEWHERE:
-                return None if gradient is None else {}
-            sparse = keras_arrays().rows_of(gradient) is not None
-            return {
-                piece: gradient if sparse else keras.ops.reshape(gradient, tuple(self.own[piece].shape))
-                for piece in self.pieces_of(variable)
-            }
-
-        return [place(*pair) for pair in zip(items, variables, strict=True)]
 
     # updates ----------------------------------------------------------------------------------------
 
@@ -236,27 +228,16 @@ class Slices:
     def _gather(self, indices: Sequence[int], begin: Callable[[], None], every: int) -> None:
         """``every``: of so many micro-batches, the last one makes an update."""
         layout = [self.layout(index) for index in indices]
+        here = [(n, place) for place, index in enumerate(indices) for n in self.held if (index, n) in self.own]
+        wholes = [self.variables[index].value for index in indices]  # their memory is that of the results, where it may
+        in_place = False
         if keras.backend.backend() == "torch":
-            communicator = self.process_set.communicator
             from choros.arrays.torch_arrays import TorchArrays
 
-            values = [self.variables[index].value.detach() for index in indices]
             if int(self._applied.value) % every:
-                self.seen = communicator.launched
+                self.seen = self.process_set.communicator.launched
                 return
-            if TorchArrays.own_host_memory(values):  # the slice variables are parts of them
-                outs = [keras_arrays().to_host(value).reshape(-1) for value in values]
-                held = {
-                    number: [out[slice(*each.ranges[number])] for out, each in zip(outs, layout, strict=True)]
-                    for number in self.held
-                }
-                if self.receives_whole:  # what comes of a rank that is lost overwrites the others' items, too
-                    held = {number: [each.copy() for each in parts] for number, parts in held.items()}
-                begin()
-                gather_slices(communicator, layout, held, outs, holders=self.holders)
-                self.seen = communicator.launched
-                return
-        here = [(place, (index, n)) for place, index in enumerate(indices) for n in self.held if (index, n) in self.own]
+            in_place = TorchArrays.own_host_memory(wholes)  # the slice variables are parts of them
 
         def on_host(hosts: Sequence[Array], out: Sequence[Array] | None = None) -> Sequence[Array]:
             if self.is_replaced:
@@ -269,22 +250,23 @@ class Slices:
                 self.seen = communicator.launched
                 own = hosts[len(hosts) - len(indices) :]
                 return own if out is not None else [each.copy() for each in own]
-            held = {number: [np.empty(0, each.dtype) for each in layout] for number in self.held}
-            for (place, (_, number)), host in zip(here, hosts[2:], strict=False):
-                held[number][place] = host.reshape(-1)
+            held = dict(zip(here, hosts[2:], strict=False))
+            if in_place and self.receives_whole:  # what comes of a rank that is lost overwrites the others' items, too
+                held = {key: host.copy() for key, host in held.items()}
             begin()
             outs = None if out is None else [each.reshape(-1) for each in out]
             gathered = gather_slices(communicator, layout, held, outs, holders=self.holders)
             self.seen = communicator.launched
             return gathered
 
-        given = [self._padding.value, self._applied.value, *(self.own[piece].value for _, piece in here)]
-        given += [self.variables[index].value for index in indices]  # whose memory is that of the results, where it may
+        given = [self._padding.value, self._applied.value, *(self.own[indices[place], n].value for n, place in here)]
+        given += wholes
         outputs = [ArraySpec(each.shape, each.dtype) for each in layout]
-        keeps = keras.backend.backend() != "jax"
+        keeps = keras.backend.backend() != "jax" and not in_place
         values = keras_arrays().host_call(on_host, given, outputs, replaced=len(indices), keeps=keeps)
-        for index, value in zip(indices, values, strict=True):
-            self.variables[index].assign(value)
+        if not in_place:
+            for index, value in zip(indices, values, strict=True):
+                self.variables[index].assign(value)
 
     # what needs all items ---------------------------------------------------------------------------
 
@@ -302,9 +284,10 @@ class Slices:
             communicator = self.process_set.communicator
 
             def sum_of_all() -> Array:
-                senders, total = self.holders.senders(communicator.launched), np.zeros(len(self.variables), np.float32)
+                sent = self.holders.sent(communicator.launched)[communicator.rank]
+                total = np.zeros(len(self.variables), np.float32)
                 for (index, number), value in zip(pieces, hosts[0], strict=False):
-                    if number != ALONE and senders[number] == communicator.rank:  # of a slice and its copy, one counts
+                    if number in sent:  # of a slice and its copy, one counts
                         total[index] += value
                 summed: Array = allreduce(total, Reduction.SUM, process_set=self.process_set)
                 return summed

@@ -4,11 +4,7 @@ one process   iteration  learning_rate  m of a  m of b  v of a  v of b      the 
 rank 0        iteration  learning_rate  m of a  m of b  v of a  v of b      of a, and the first items of b
 rank 1        iteration  learning_rate  m of b  v of b                      of the other items of b
 
-Any rank may save it, slot by slot: the others give their items when they next wait for one another::
-
-rank 0                               rank 1
-model.save: slot 3 ──── asks ──────► waits for rank 0 in its next step, or has ended
-         m ◄──── its items of m ──── serves (comm/members.py), and waits again
+Any rank may save it, slot by slot: the others give their items when they next wait for one another (``Members.serve``).
 """
 
 import math
@@ -48,21 +44,22 @@ class Slot:
     outline: Outline
 
 
-def slots(entries: Sequence[Outline], of_each: Sequence[Sequence[Outline]], shared: Sequence[Outline]) -> list[Slot]:
-    """Returns what an optimizer's variables belong to: ``entries``, if it is built for several variables, ``of_each``
-    for each alone, and ``shared`` for none.
+def slots(of: Callable[[Sequence[Any]], Sequence[Outline]], variables: Sequence[Any]) -> list[Slot]:
+    """Returns what the variables of an optimizer belong to that is built for ``variables``; ``of(some)`` are those that
+    it has if it is built for some.
 
     >>> rate, m, v = Outline("rate", (), "float32"), Outline("a_m", (2,), "float32"), Outline("b_m", (3,), "float32")
-    >>> [(slot.index, slot.ordinal) for slot in slots([rate, m, v], [[rate, m], [rate, v]], [rate])]
+    >>> [(slot.index, slot.ordinal) for slot in slots(lambda some: [rate, *some], [m, v])]
     [(None, 0), (0, 0), (1, 0)]
     """
     owners: dict[Outline, deque[int]] = {}
-    for index, own in enumerate(of_each):
-        for each in (Counter(own) - Counter(shared)).elements():
+    shared = Counter(of([]))
+    for index, variable in enumerate(variables):
+        for each in (Counter(of([variable])) - shared).elements():
             owners.setdefault(each, deque()).append(index)
     counts: Counter[int | None] = Counter()
     results = []
-    for each in entries:
+    for each in of(variables):
         owner = owners[each].popleft() if owners.get(each) else None
         results.append(Slot(owner, counts[owner], each))
         counts[owner] += 1
@@ -76,29 +73,50 @@ def nbytes(variable: Any) -> int:
 
 
 @final
-class OptimizerSlots:
-    """The slots of an optimizer that one process would have, and those that this rank has."""
+class WholeState:
+    """The slots that one process would have; any rank may read them, and each takes its part of given ones.
 
-    def __init__(self, optimizer: Any, slices: Slices, first: Sequence[Any] | None = None) -> None:
-        """``first``: the variables that the optimizer had before it was built, if it is."""
-        self.first = list(optimizer.variables) if first is None else list(first)
-        self._optimizer, self.slices = optimizer, slices
-        variables, own_variables, pieces = slices.variables, slices.slice_variables, slices.pieces
-        of = partial(outline, optimizer, self.first)
-        nothing = of([])
+    Attributes:
+        slices: those that this rank has.
+        slots: those that one process would have.
+        first: the variables that the optimizer had before it was built.
+        loaded: whether this rank's part was read from a whole state.
+        held: that, until other ranks may have received theirs.
+    """
+
+    def __init__(
+        self, optimizer: Any, slices: Slices, synchronize: Callable[[], None], before: "WholeState | None" = None
+    ) -> None:
+        """``optimizer`` is not built yet, but with the slices of ``before``, from which these are cut anew.
+        ``synchronize`` gives variables the values that JAX's trainer has.
+        """
+        inner = innermost(optimizer)
+        self._optimizer, self.slices, self._synchronize = inner, slices, synchronize
+        self.first: list[Any] = before.first if before else list(inner.variables)
+        self.held: Sequence[Array] = before.held if before else ()
+        self.loaded, self._started = False, before is not None
+        self._state: Sequence[Array] = ()
+        of, pieces = partial(outline, inner, self.first), slices.pieces
         with building(inside=slices.is_inside):
-            self.whole = slots(of(variables), [of([each]) for each in variables], nothing)
-            own = slots(of(own_variables), [of([each]) for each in own_variables], nothing)
+            self.slots = slots(of, slices.variables)
+            own = slots(of, slices.slice_variables)
         self._positions = {
             (None if slot.index is None else pieces[slot.index], slot.ordinal): position
             for position, slot in enumerate(own)
         }
+        self._request: Request = before._request if before else self._served_request(type(inner).__name__)
 
     @property
     def variables(self) -> Sequence[Any]:
-        """This rank's variables for its slots."""
+        """This rank's variables for its slots, or parts of slots."""
         variables: Sequence[Any] = self._optimizer.variables
         return variables
+
+    @property
+    def undivided(self) -> list[Any]:
+        """Those that each rank has whole."""
+        positions = [self.position(slot) for slot in self.slots if slot.index not in self.slices.ranges]
+        return [self.variables[position] for position in positions if position is not None]
 
     @property
     def of_slices(self) -> list[Any]:
@@ -112,7 +130,7 @@ class OptimizerSlots:
 
     def parts(self, number: int, value: Array) -> dict[int, Array]:
         """Returns what this rank has of the ``value`` of a slot of one process, by the positions in ``variables``."""
-        slot, slices = self.whole[number], self.slices
+        slot, slices = self.slots[number], self.slices
         if slot.index is None or slot.index not in slices.ranges:
             position = self.position(slot)
             return {} if position is None else {position: value}
@@ -124,49 +142,22 @@ class OptimizerSlots:
                 found[position] = value.reshape(-1)[slice(*ranges)] if slices.by_item else value
         return found
 
-
-@final
-class WholeState:
-    """The slots that one process would have; any rank may read them, and each takes its part of given ones.
-
-    Attributes:
-        loaded: whether this rank's part was read from a whole state.
-        held: that, until other ranks may have received theirs.
-    """
-
-    def __init__(self, optimizer: Any, slices: Slices, synchronize: Callable[[], None]) -> None:
-        """``optimizer`` is not built yet. ``synchronize`` gives variables the values that JAX's trainer has."""
-        inner = innermost(optimizer)
-        self._synchronize = synchronize
-        self._state: Sequence[Array] = ()
-        self.loaded = False
-        self.held: Sequence[Array] = ()
-        self._started = False
-        self.slots = OptimizerSlots(inner, slices)
-        self._request = self._served_request(type(inner).__name__)
-        self._serve()
-
-    @property
-    def slices(self) -> Slices:
-        """Those that this rank has."""
-        return self.slots.slices
-
     def _served_request(self, name: str) -> Request:
         """The request by which a rank asks the others for a slot."""
         shapes = [str(outline_of(variable)[1:]) for variable in self.slices.variables]
-        text = f"{len(self.slots.whole)} variables of {name} for {', '.join(shapes)}"
+        text = f"{len(self.slots)} variables of {name} for {', '.join(shapes)}"
         number = _requested[text] = _requested[text] + 1
         return Request("optimizer state", text, str(number) if number > 1 else "", served=True)
 
-    def _serve(self) -> None:
-        """Lets the ranks that there are now ask this one for its items."""
+    def serve(self) -> None:
+        """From now on, the ranks that there are now may ask this one for its items."""
         communicator = self.slices.process_set.communicator
         communicator.serve(self._request, self.exchange)
         communicator.kept.append(self)
 
     def whole(self, number: int) -> Array:
         """Returns the slot with this number of one process, gathered from the ranks: a call of this one suffices."""
-        slot = self.slots.whole[number]
+        slot = self.slots[number]
         if slot.index not in self.slices.ranges:
             return cast(Array, self._value(slot))  # all ranks have it
         communicator = self.slices.process_set.communicator
@@ -179,7 +170,7 @@ class WholeState:
 
     def exchange(self, number: int) -> NDArray[np.uint8]:
         """This rank's part in gathering a slot: of each slice, one rank sends the items."""
-        slot, slices = self.slots.whole[number], self.slices
+        slot, slices = self.slots[number], self.slices
 
         def part(number: int) -> NDArray[np.uint8]:
             value = self._value(slot, number)
@@ -201,7 +192,7 @@ class WholeState:
         if holds[root] == 1 and 0 in holds:
             check_loaded(holds, ranks)
         if holds[root] == 2:
-            values = self.held or [np.empty(slot.outline.shape, slot.outline.dtype) for slot in self.slots.whole]
+            values = self.held or [np.empty(slot.outline.shape, slot.outline.dtype) for slot in self.slots]
             for number, value in enumerate(values):
                 self.assign(number, communicator.broadcast(value, root))
             self.loaded = False  # all have the same
@@ -223,7 +214,7 @@ class WholeState:
         step has the state meanwhile, the ``values`` of the outer ``optimizer``'s variables: so the host is given it.
         """
         known = dict(zip(map(id, optimizer.variables), values, strict=True))
-        own = [known[id(each)] if id(each) in known else value_of(each) for each in self.slots.variables]
+        own = [known[id(each)] if id(each) in known else value_of(each) for each in self.variables]
 
         def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
             self._state = hosts
@@ -238,32 +229,26 @@ class WholeState:
 
     def _value(self, slot: Slot, number: int = ALONE) -> Array | None:
         """This rank's value of a slot, or of its items in the slice with this number."""
-        position = self.slots.position(slot, number)
+        position = self.position(slot, number)
         if position is None:
             return None
         if self._state:
             value = self._state[position]
         else:
             self._synchronize()
-            value = host_value(self.slots.variables[position])
+            value = host_value(self.variables[position])
         return np.asarray(value, order="C")
 
     def assign(self, number: int, value: Array) -> None:
         """Gives this rank's part of a slot the items of a whole one."""
-        self.loaded |= self.slots.whole[number].index is not None
-        for position, items in self.slots.parts(number, value).items():
+        self.loaded |= self.slots[number].index is not None
+        for position, items in self.parts(number, value).items():
             self.assign_part(position, items)
 
     def assign_part(self, position: int, items: Array) -> None:
         """Gives the optimizer's variable at a position its items."""
-        variable = self.slots.variables[position]
+        variable = self.variables[position]
         variable.assign(np.reshape(items, tuple(variable.shape)))
-
-    def cut_anew(self, slots: OptimizerSlots) -> None:
-        """From now on, this rank has the pieces in the slices of ``slots``, as the others have theirs."""
-        self.slots = slots
-        self._started, self.loaded = True, False
-        self._serve()
 
 
 def host_value(variable: Any) -> Array:

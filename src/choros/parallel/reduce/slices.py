@@ -7,6 +7,15 @@ state (ZeRO, stage 1: Rajbhandari et al., arXiv 1910.02054; Xu et al., arXiv 200
     rank 2                              c c c c c c
     whole       rank 0: a          rank 1: c     rank 2: b  for optimizers that need all of an array
 
+A step, of two ranks, an array p and Adam. Each face makes the update by its framework's own code::
+
+                 rank 0                             rank 1
+    gradients    ─────────────── reducescatter ────────────────
+                 g[:n]                              g[n:]
+    update       p[:n], m[:n], …                    p[n:], m[n:], …
+    arrays       ───────────────── allgather ──────────────────      of optax, their updates
+                 p                                  p
+
 In an elastic job another rank has a copy of each slice, and makes the same updates of it: so no message keeps it::
 
     slice           0        1        2        3
@@ -23,7 +32,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, final
 
 import numpy as np
@@ -106,8 +115,8 @@ class Holders:
     >>> holders = Holders.of((0, 1, 2, 3), ["a", "a", "b", "b"], copies=True)
     >>> [holders.slices_of(member) for member in holders.members]
     [(0, 2), (1, 3), (0, 2), (1, 3)]
-    >>> holders.without({1}).senders((0, 2, 3))
-    (0, 2, 1, 2)
+    >>> holders.without({1}).sent((0, 2, 3))
+    [[0], [2], [1, 3]]
     """
 
     members: tuple[int, ...]
@@ -144,21 +153,21 @@ class Holders:
         place = self.members.index(member)
         return tuple(sorted({place, (place - self.shift) % len(self.members)}))
 
-    def senders(self, present: Sequence[int]) -> tuple[int, ...]:
-        """By slice, which of the ``present`` members sends it to the others: its rank.
+    def sent(self, present: Sequence[int]) -> list[list[int]]:
+        """The slices that each of the ``present`` members sends to the others, by its rank.
 
         Raises:
             PeerLostError: those that had a slice were all lost.
         """
         ranks = {member: rank for rank, member in enumerate(present) if self.has(member)}
-        senders = []
+        sent: list[list[int]] = [[] for _ in present]
         for place, member in enumerate(self.members):
             copy = self.members[(place + self.shift) % len(self.members)]
             sender = ranks.get(member, ranks.get(copy))
             if sender is None:
                 raise _slice_lost(member, copy)
-            senders.append(sender)
-        return tuple(senders)
+            sent[sender].append(place)
+        return sent
 
 
 def check_process_set(process_set: ProcessSet) -> None:
@@ -266,21 +275,21 @@ def own_items(array: Any, start: int, stop: int) -> Any:
     width = math.prod(array.shape[1:])
     first, last = start // width, stop // width
     kept = (array.indices >= first) & (array.indices < last)
-    indices = array.indices[kept] - array.indices.dtype.type(first)
-    return SparseRows(indices, array.values[kept], (last - first, *array.shape[1:]))
+    return SparseRows(array.indices[kept] - first, array.values[kept], (last - first, *array.shape[1:]))
 
 
 def gather_slices(
     communicator: Communicator,
     layout: Sequence[DenseLayout],
-    held: Mapping[int, Sequence[Array]],
+    held: Mapping[tuple[int, int], Array],
     outs: Sequence[Array] | None = None,
     name: str = "",
     holders: Holders | None = None,
 ) -> list[Array]:
-    """Gathers arrays of which ranks have slices: ``held`` are this rank's items, flat, by the slices' numbers. They are
-    written to ``outs``, flat and maybe the memory of ``held``, or new ones. All ranks call it with the same ``layout``.
-    ``holders``: of these ranks some may be lost meanwhile, and ``outs`` are other memory; else each has its slice only.
+    """Gathers arrays of which ranks have slices: ``held`` are this rank's items, by the numbers of the slice and of the
+    array. They are written to ``outs``, flat and maybe the memory of ``held``, or new ones. All ranks call it with the
+    same ``layout``. ``holders``: of these ranks some may be lost meanwhile, and ``outs`` are other memory; else each
+    has its slice only.
 
     Raises:
         PeerLostError: on all ranks, if those that had a slice were all lost.
@@ -289,7 +298,7 @@ def gather_slices(
     >>> layout = [DenseLayout((5,), np.dtype("float32"), ((0, 2), (2, 5)))]
     >>> def gather(communicator):
     ...     items = np.full(layout[0].items(communicator.rank), communicator.rank, np.float32)
-    ...     return gather_slices(communicator, layout, {communicator.rank: [items]})[0].tolist()
+    ...     return gather_slices(communicator, layout, {(communicator.rank, 0): items})[0].tolist()
     >>> run_threads(gather, 2)
     [[0.0, 0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0, 1.0]]
     """
@@ -299,25 +308,24 @@ def gather_slices(
     def collective() -> None:
         if holders is None:
             check_slices(len(layout[0].ranges) if layout else communicator.size, communicator)
-        senders = (holders or Holders(communicator.launched)).senders(communicator.launched)
-        sent: list[list[int]] = [[] for _ in range(communicator.size)]
-        for number, sender in enumerate(senders):
-            sent[sender].append(number)
+        sent = (holders or Holders(communicator.launched)).sent(communicator.launched)
+        order = [*chain(*sent)]
         communicator.agree(request)
         # Large arrays are received where they are to be, if ranks have their parts in the order of the ranks.
-        least = communicator.direct_bytes if list(senders) == sorted(senders) else None
+        least = communicator.direct_bytes if order == sorted(order) else None
         large = {i for i, flat in enumerate(flats) if least is not None and flat.nbytes >= least}
         for index in large:
             flat, ranges = flats[index], layout[index].ranges
             for number in sent[communicator.rank]:
                 target = flat[slice(*ranges[number])]
-                if not np.may_share_memory(target, held[number][index]):
-                    target[...] = held[number][index]
+                if target.size and not np.may_share_memory(target, held[number, index]):
+                    target[...] = held[number, index].reshape(-1)
             communicator.gather_in_place(flat, [sum(layout[index].items(number) for number in each) for each in sent])
         for dtype in dict.fromkeys(each.dtype for each in layout):
             same = [index for index, each in enumerate(layout) if each.dtype == dtype and index not in large]
-            parts = _shares([layout[i] for i in same], [flats[i] for i in same], len(senders))
-            own = [held[number][i] for number in sent[communicator.rank] for i in same if held[number][i].size]
+            parts = _shares([layout[i] for i in same], [flats[i] for i in same], len(order))
+            pairs = [(number, i) for number in sent[communicator.rank] for i in same if layout[i].items(number)]
+            own = [held[pair].reshape(-1) for pair in pairs]
             gather_shares(communicator, own, [[part for number in each for part in parts[number]] for each in sent])
 
     communicator.atomic(collective)
@@ -328,16 +336,14 @@ def gather_parts(
     communicator: Communicator, holders: Holders, part: Callable[[int], NDArray[np.uint8]]
 ) -> list[NDArray[np.uint8]]:
     """Gathers ``part(number)`` of each slice from a rank that has it; by slice, its bytes. All ranks call it."""
-    senders = holders.senders(communicator.launched)
-    order = sorted(range(len(senders)), key=senders.__getitem__)
-    own = [part(number) for number in order if senders[number] == communicator.rank]
+    sent = holders.sent(communicator.launched)
+    order, own = [*chain(*sent)], [part(number) for number in sent[communicator.rank]]
     sizes = np.array([len(each) for each in own], np.int64).view(np.uint8)
-    lengths = communicator.gather_bytes(sizes, [8 * senders.count(rank) for rank in range(communicator.size)])
-    sent, ends = [0] * communicator.size, np.cumsum(lengths.view(np.int64)).tolist()
-    for number, start, end in zip(order, [0, *ends], ends, strict=False):
-        sent[senders[number]] += end - start
-    together = communicator.gather_bytes(np.concatenate([*own, np.empty(0, np.uint8)]), sent)
-    parts = dict(zip(order, np.split(together, ends[:-1]), strict=True))
+    gathered = communicator.gather_bytes(sizes, [8 * len(numbers) for numbers in sent])
+    lengths = dict(zip(order, gathered.view(np.int64).tolist(), strict=True))
+    counts = [sum(lengths[number] for number in numbers) for numbers in sent]
+    together = communicator.gather_bytes(np.concatenate([*own, np.empty(0, np.uint8)]), counts)
+    parts = dict(zip(order, np.split(together, np.cumsum([*lengths.values()])[:-1]), strict=True))
     return [parts[number] for number in range(len(order))]
 
 
