@@ -303,6 +303,26 @@ def test_ranks_that_mpi_keeps_in_an_admission_end(victim, code):
     assert "a rank was lost while MPI connected a new one, and MPI waits for it: this rank ends" in ended.err
 
 
+def test_a_rank_that_is_stopped_as_others_recover_is_killed():
+    script = """
+import os, signal, choros
+from choros.comm import Reduction, global_process_set
+from choros.comm.engines.mpi import MpiCommunicator
+choros.init()
+number, communicator = choros.rank(), global_process_set.communicator
+if number == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if number == 2:
+    MpiCommunicator._recover = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+print(communicator.allreduce(1.0, Reduction.SUM), flush=True)
+"""
+    flags = ("-np", 4, "--min-np", 2, "--reset-limit", 0, "--stall-shutdown", 5)
+    ended = run(*flags, sys.executable, "-c", script, env={"CHOROS_STALL_SECONDS": "2"})
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()) == ["[0] 2.0", "[3] 2.0"]
+    assert "rank 2 will be killed" in ended.err
+
+
 def test_init_after_a_loss_is_an_error():
     script = """
 import os, choros

@@ -23,7 +23,7 @@ from choros.comm.fusion import aligned_empty
 from choros.comm.members import LEAVES, NEWCOMER, MemberLost
 from choros.comm.primitives import CHUNK_BYTES
 from choros.comm.reduction import Array, Reduction, loses_nans
-from choros.comm.waiting import Awaited, idle_yield, wait_until
+from choros.comm.waiting import Awaited, idle_yield, reported, wait_until
 from choros.errors import ConfigError, EngineError, EngineUnavailable, PeerLostError
 from choros.observe.events import INIT, LEAVING
 from choros.settings import current
@@ -259,7 +259,9 @@ class MpiCommunicator(Communicator):
         hosts, launched = self._comms.leaders, self.launched
         revoke(self._comms.world, self._comms.host, self._comms.owners)
         _job.has_lost = True
-        with _translated("the recovery from a loss"):
+        lost = self._comm.Get_failed().Translate_ranks(None, self._comm.Get_group())
+        awaited = [each for rank, each in enumerate(launched) if rank not in lost]
+        with _translated("the recovery from a loss"), reported("the recovery from a loss", awaited):
             take_over = shrunk(self._comm, self._prepared)
         take_over()
         if self is _job.communicator and _job.admissions is not None and self.noticed & LEAVES:
