@@ -316,7 +316,7 @@ if number == 2:
     MpiCommunicator._recover = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 print(communicator.allreduce(1.0, Reduction.SUM), flush=True)
 """
-    flags = ("-np", 4, "--min-np", 2, "--reset-limit", 0, "--stall-shutdown", 5)
+    flags = ("-np", 4, "--min-np", 2, "--reset-limit", 0, "--stall-shutdown", 20)
     ended = run(*flags, sys.executable, "-c", script, env={"CHOROS_STALL_SECONDS": "2"})
     assert ended.code == 0, ended.err
     assert sorted(ended.out.splitlines()) == ["[0] 2.0", "[3] 2.0"]
