@@ -53,11 +53,6 @@ def is_new() -> bool:
     return is_initialized() and global_process_set.communicator.is_new
 
 
-def is_first() -> bool:
-    """Whether this is rank 0, whose state the others receive."""
-    return global_process_set.communicator.rank == 0
-
-
 def admit() -> bool:
     """Takes in a waiting rank; all ranks call it. ``False`` in a new one when the others are in a later block."""
     was_new = is_new()

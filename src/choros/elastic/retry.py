@@ -112,7 +112,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
                 except _PERMANENT:
                     raise
                 except EngineError as error:
-                    if not has_state and job.is_first():  # new ranks are the last: no other has it, either
+                    if not has_state and state._rank() == 0:  # new ranks are the last: no other has it, either
                         raise PeerLostError(_ALL_LOST, ends_job=True) from error
                     if state._commits != commits:
                         failures, commits, fewest = 0, state._commits, present
