@@ -1,5 +1,5 @@
-"""Rank 1 is killed and replaced; the rank that the argument says, ``new`` for the new one, is killed when the others
-are in MPI's Merge with it: that does not end.
+"""Rank 1 is killed and replaced; the rank that the first argument says, ``new`` for the new one, gets the signal of the
+second, SIGKILL without one, when the others are in MPI's Merge with it: that does not end.
 """
 
 import os
@@ -18,7 +18,7 @@ number = "new" if new_rank else str(choros.rank())
 
 def die(members, pair, *, is_new):
     members.Create_intercomm(0, pair or members, 0 if is_new else 1, mpi_admission._JOIN)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.Signals[(sys.argv[2:] or ["SIGKILL"])[0]])
 
 
 if number == sys.argv[1]:

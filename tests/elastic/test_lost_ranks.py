@@ -303,6 +303,15 @@ def test_ranks_that_mpi_keeps_in_an_admission_end(victim, code):
     assert "a rank was lost while MPI connected a new one, and MPI waits for it: this rank ends" in ended.err
 
 
+def test_a_rank_that_is_stopped_in_an_admission_is_reported():
+    flags = ("-np", 3, "--min-np", 1, "--stall-shutdown", 5)
+    script = (sys.executable, HERE / "lost_in_admission_script.py", "2", "SIGSTOP")
+    ended = run(*flags, *script, env={"CHOROS_STALL_SECONDS": "2"})
+    assert "ranks 0, 2 have been in the admission of a new rank" in ended.err, ended.err
+    assert re.search(r"rank 2 on \S+, PID \d+ is stopped", ended.err), ended.err
+    assert "rank 2 will be killed" in ended.err
+
+
 def test_a_rank_that_is_stopped_as_others_recover_is_killed():
     script = """
 import os, signal, choros

@@ -295,8 +295,9 @@ class MpiCommunicator(Communicator):
             with _job.gate.opened():
                 return joined(self._comm, admissions.call_in() if self.rank == 0 else None, is_new=False)
 
-        comm = unless_lost(join, self._comm)
-        admitted = agreed(self._comm, completed=comm is not None) and comm is not None and self.admit_to(comm)
+        with reported("the admission of a new rank", self.launched):
+            comm = unless_lost(join, self._comm)
+            admitted = agreed(self._comm, completed=comm is not None) and comm is not None and self.admit_to(comm)
         admissions.note(admitted=admitted)
         return admitted
 
