@@ -303,6 +303,21 @@ def test_ranks_that_mpi_keeps_in_an_admission_end(victim, code):
     assert "a rank was lost while MPI connected a new one, and MPI waits for it: this rank ends" in ended.err
 
 
+@pytest.mark.parametrize("point", ["_meet", "_Comms.of"])
+def test_a_rank_is_lost_in_init(point):
+    script = f"""
+import os, signal, choros
+from choros.comm.engines import mpi
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    mpi.{point} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+choros.init()
+"""
+    ended = run("-np", 3, "--min-np", 2, sys.executable, "-c", script)
+    assert ended.code == 69, ended.err
+    assert ended.err.endswith("PeerLostError: a rank was lost before all had left init(): the job ends.\n")
+    assert "it is started again" not in ended.err
+
+
 def test_a_rank_that_is_stopped_in_an_admission_is_reported():
     flags = ("-np", 3, "--min-np", 1, "--stall-shutdown", 5)
     script = (sys.executable, HERE / "lost_in_admission_script.py", "2", "SIGSTOP")

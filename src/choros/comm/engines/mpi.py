@@ -373,15 +373,10 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
             "and this MPI are incompatible. Start the script with chorosrun, with mpirun, or with srun: --mpi=pmix if "
             "SLURM has PMIx, else --mpi=none, which needs PyTorch, and CHOROS_ENGINE unset."
         )
-    # Polls first: the next collective spins, which would cost a core per rank while another one still imports.
-    gone = _meet(world, leaves=False)
-    if _job.world is not MPI.COMM_WORLD:
-        raise PeerLostError("a rank was lost before all had called init(): the job ends.", ends_job=True)
-    if gone:
-        ranks = f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
-        raise EngineError(f"init() was called again, but {ranks} of {world.Get_size()} ended after shutdown().")
-    with _translated("MPI_Comm_dup"):
-        communicator = MpiCommunicator(world.Dup())
+    try:
+        communicator = _connected(world)
+    except MemberLost:
+        raise PeerLostError("a rank was lost before all had left init(): the job ends.", ends_job=True) from None
     if isinstance(comm, Sequence):
         communicator = communicator.only(comm)
     _job.communicator = communicator
@@ -393,6 +388,19 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
     tune(communicator, communicator.tuning, communicator.tune)
     position = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
     return communicator, position
+
+
+def _connected(world: MPI.Intracomm) -> MpiCommunicator:
+    """The communicator of all ranks of ``world``, which must not lose one before they have it."""
+    # Polls first: the next collective spins, which would cost a core per rank while another one still imports.
+    gone = _meet(world, leaves=False)
+    if _job.world is not MPI.COMM_WORLD:
+        raise MemberLost("a rank was lost before all had called init().")
+    if gone:
+        ranks = f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
+        raise EngineError(f"init() was called again, but {ranks} of {world.Get_size()} ended after shutdown().")
+    with _translated("MPI_Comm_dup"):
+        return MpiCommunicator(world.Dup())
 
 
 def _start_new_rank(topology: Topology) -> tuple[Communicator, Topology]:

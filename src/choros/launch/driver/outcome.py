@@ -115,13 +115,16 @@ _UNREACHABLE = re.compile(r"the host \S+ of ranks? ([\d, ]+) cannot be reached")
 #: And because of slices of an optimizer's state that no rank has any more: see ``parallel/reduce/slices.py``.
 _SLICE_LOST = re.compile(r"ranks (\d+) and (\d+) at the start of the job were both lost, and with them a slice")
 
+#: And because of one that was lost while the job started: see ``comm/engines/mpi.py``.
+_LOST_IN_INIT = re.compile(r"a rank was lost before all had left init\(\)")
+
 
 def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
     """Returns what the job has lost, without which it can be started again; ``None``: its outcome stands.
     That is if it ended by itself, was stopped, failed at its first start, or has fewer ranks left than ``--min-np``.
     """
     elastic, ends = job_end.elastic, list(job_end.exits.values())
-    started = len(job_end.started) >= job_end.size and not job_end.unconnected
+    started = len(job_end.started) >= job_end.size and not job_end.unconnected and not _is_lost_in_init(job_end)
     if elastic is None or job_end.preempted:
         return None
     if job_end.reason not in (None, Reason.TOO_FEW, Reason.LOST, Reason.START_TIMEOUT) and not job_end.unconnected:
@@ -154,9 +157,8 @@ def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
 
 def _interrupted(job_end: JobEnd) -> set[int]:
     """The ranks that have not ended by themselves, nor failed; on one host, those of too few are not among them."""
-    lost = {
-        rank for rank, end in job_end.exits.items() if len(job_end.hosts) > 1 and end.code == PeerLostError.exit_code
-    }
+    are_lost = len(job_end.hosts) > 1 or _is_lost_in_init(job_end)
+    lost = {rank for rank, end in job_end.exits.items() if are_lost and end.code == PeerLostError.exit_code}
     stopped = {rank for rank, end in job_end.exits.items() if end.stopped}
     return lost | (stopped | job_end.missing) - job_end.done
 
@@ -171,7 +173,8 @@ def _sentence(job_end: JobEnd, gone: frozenset[str], cut: set[tuple[str, str]], 
     if job_end.reason is None and job_end.lost_mpirun:
         return job_end.lost_mpirun
     if not missing and failed:
-        return _of(job_end, sorted(end.rank for end in failed), "lost, and not more than half of all are left")
+        when = "before all had left init()" if _is_lost_in_init(job_end) else "and not more than half of all are left"
+        return _of(job_end, sorted(end.rank for end in failed), f"lost, {when}")
     if any(rank not in job_end.started for rank in missing):
         return f"{job_end.roles.names([rank for rank in missing if rank not in job_end.started])} could not be started"
     return _of(job_end, missing, "lost") if missing else "mpirun ended the job"
@@ -192,9 +195,18 @@ def _names(job_end: JobEnd, job: Job) -> dict[str, str]:
     return names
 
 
+def _is_lost_in_init(job_end: JobEnd) -> bool:
+    return any(_found(_LOST_IN_INIT, end) is not None for end in job_end.exits.values())
+
+
+def _found(pattern: re.Pattern[str], end: Exit) -> re.Match[str] | None:
+    """Where the pattern is in what a rank has said at its end."""
+    return pattern.search(end.traceback or end.shown or end.tail)
+
+
 def _ranks_in(pattern: re.Pattern[str], end: Exit) -> list[int]:
     """The ranks that the pattern's groups find in what a rank has said at its end."""
-    said = pattern.search(end.traceback or end.shown or end.tail)
+    said = _found(pattern, end)
     return sorted(int(rank) for group in said.groups() for rank in group.split(",")) if said is not None else []
 
 
