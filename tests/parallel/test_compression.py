@@ -235,9 +235,10 @@ def test_top_k_ratio_out_of_range(ratio: float) -> None:
         Compression.top_k(ratio)
 
 
-def test_power_sgd_rank_out_of_range() -> None:
-    with pytest.raises(ConfigError, match=r"power_sgd\(rank=0\): expected a rank of 1 or more"):
-        Compression.power_sgd(0)
+@pytest.mark.parametrize("rank", [0, 1.5])
+def test_power_sgd_rank_out_of_range(rank: float) -> None:
+    with pytest.raises(ConfigError, match=rf"power_sgd\(rank={rank}\): expected a whole rank of 1 or more"):
+        Compression.power_sgd(rank)  # type: ignore[arg-type]
 
 
 def test_a_compressor_of_ones_own_is_refused() -> None:

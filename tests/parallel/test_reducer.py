@@ -375,6 +375,8 @@ def test_rank_that_calls_another_collective_mismatches() -> None:
         ({"predivide_factor": 0.0}, "gradient_predivide_factor=0.0 must be greater than 0"),
         ({"predivide_factor": 2.0, "op": Reduction.SUM}, "needs op=Average"),
         ({"micro_batches": 0}, "backward_passes_per_step=0 must be 1 or more"),
+        ({"micro_batches": 1.5}, "backward_passes_per_step=1.5 must be 1 or more"),
+        ({"micro_batches": None}, "backward_passes_per_step=None must be 1 or more"),
     ],
 )
 def test_invalid_config(config: dict[str, Any], text: str) -> None:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from choros.comm import ProcessSet, global_process_set
 from choros.errors import ConfigError
+from choros.parallel.reduce.plan import check_passes
 from choros.parallel.structure import with_items
 from choros.tensorflow.collectives import unconverted
 
@@ -53,8 +54,7 @@ class LocalGradientAggregationHelper:
         name: str = "",
     ) -> None:
         del rank, optimizer_type
-        if backward_passes_per_step < 1:
-            raise ConfigError(f"backward_passes_per_step={backward_passes_per_step} must be 1 or more.")
+        check_passes(backward_passes_per_step)
         self.backward_passes_per_step = backward_passes_per_step
         self.sparse_as_dense = sparse_as_dense
         self.average_aggregated_gradients = average_aggregated_gradients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from choros.errors import ConfigError
 
@@ -67,14 +68,15 @@ def shard_range(n: int, rank: int, size: int) -> tuple[int, int]:
         ``(start, end)``, ``end`` excluded; empty for the last ranks if there are fewer elements than ranks.
 
     Raises:
-        ConfigError: ``n`` is negative, or ``rank`` is not in ``0 … size - 1``.
+        ConfigError: ``n`` is negative, or ``rank`` is not in ``0 … size - 1``, or one is no whole number.
 
     Example:
         >>> [shard_range(10, rank, 4) for rank in range(4)]
         [(0, 3), (3, 6), (6, 8), (8, 10)]
     """
-    if n < 0 or not 0 <= rank < size:
-        raise ConfigError(f"shard_range(n={n}, rank={rank}, size={size}): expected n >= 0 and 0 <= rank < size.")
+    if not all(isinstance(each, Integral) for each in (n, rank, size)) or n < 0 or not 0 <= rank < size:
+        expected = "expected whole numbers, n >= 0 and 0 <= rank < size"
+        raise ConfigError(f"shard_range(n={n}, rank={rank}, size={size}): {expected}.")
     share, remainder = divmod(n, size)
     start = rank * share + min(rank, remainder)
     return start, start + share + (rank < remainder)

@@ -24,7 +24,7 @@ from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.objects import allgather_object
 from choros.parallel.reduce.device import device_to_reduce_on
-from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes, indices_of_groups
+from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes, check_passes, indices_of_groups
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.slices import check_process_set
 from choros.parallel.reduce.torch_backward import BackwardExchange
@@ -75,8 +75,7 @@ class _HorovodMethods:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sets the number of backward passes before each ``step``; all ranks call it, between two steps."""
-        if passes < 1:
-            raise ConfigError(f"backward_passes_per_step={passes} must be 1 or more.")
+        check_passes(passes)
         if (exchange := _hook_of(self).exchange) is not None:
             exchange.micro_batches = passes
 
@@ -223,8 +222,7 @@ def _check(
         )
     if hasattr(optimizer, _ATTRIBUTE):
         raise ConfigError("this optimizer is already distributed: pass it to DistributedOptimizer only once.")
-    if backward_passes_per_step < 1:
-        raise ConfigError(f"backward_passes_per_step={backward_passes_per_step} must be 1 or more.")
+    check_passes(backward_passes_per_step)
     if sharded_op is not None and Reduction(sharded_op) is Reduction.ADASUM:
         raise ConfigError(
             "shard_state=True and op=Adasum: each rank makes a whole step of its own with Adasum, for which it needs "

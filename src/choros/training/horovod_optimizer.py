@@ -8,7 +8,7 @@ import keras
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
+from choros.parallel.reduce.plan import ReduceConfig, check_passes, indices_of_groups
 from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
 from choros.training.device import placed
 from choros.training.distributed_optimizer import divide, reducer_of, wrap
@@ -146,6 +146,7 @@ def _checked(optimizer: Any, process_set: ProcessSet) -> Any:
 
 def _micro_batches(optimizer: Any, backward_passes: int) -> int:
     """Returns the number of micro-batches per update; sets Keras' accumulation if Horovod's argument requests it."""
+    check_passes(backward_passes)
     own = optimizer.gradient_accumulation_steps
     if backward_passes == 1:
         return int(own or 1)

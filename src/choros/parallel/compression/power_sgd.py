@@ -91,9 +91,9 @@ class PowerSGD(SelectiveCompressor):
     shares_state = True  # the factors of the last step
 
     def __init__(self, rank: int = 4) -> None:
-        if rank < 1:
-            raise ConfigError(f"power_sgd(rank={rank}): expected a rank of 1 or more, such as 4.")
-        self.rank = rank
+        if rank < 1 or rank % 1:
+            raise ConfigError(f"power_sgd(rank={rank}): expected a whole rank of 1 or more, such as 4.")
+        self.rank = int(rank)
 
     def compresses(self, shape: tuple[int, ...], dtype: DType) -> bool:
         """See ``SelectiveCompressor``."""

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 import cloudpickle
@@ -57,6 +58,12 @@ def indices_of_groups(
     return indices
 
 
+def check_passes(passes: object) -> None:
+    """Raises a ConfigError unless ``passes`` is a number of backward passes for one update."""
+    if not isinstance(passes, Integral) or passes < 1:
+        raise ConfigError(f"backward_passes_per_step={passes} must be 1 or more.")
+
+
 @dataclass(frozen=True)
 class ReduceConfig:
     """How gradients are reduced: the settings of all distributed optimizers. Averages are over examples; part of the
@@ -86,8 +93,7 @@ class ReduceConfig:
             raise ConfigError(f"gradient_predivide_factor={self.predivide_factor} must be greater than 0.")
         if self.predivide_factor != 1.0 and self.op is not Reduction.AVERAGE:
             raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
-        if self.micro_batches < 1:
-            raise ConfigError(f"backward_passes_per_step={self.micro_batches} must be 1 or more.")
+        check_passes(self.micro_batches)
 
     def group_indices(self, count: int) -> list[list[int]]:
         """Returns the groups of ``count`` gradients; those that are in no given group form another one."""
