@@ -295,12 +295,13 @@ def test_a_rank_is_lost_in_the_recovery_from_another_loss(nth):
     assert sorted(ended.out.splitlines()) == [f"[{rank}] rank {rank}: (0, 2) left, 2.0" for rank in (0, 2)], ended.err
 
 
-@pytest.mark.parametrize(("victim", "code"), [("new", 69), ("2", 137)])
-def test_ranks_that_mpi_keeps_in_an_admission_end(victim, code):
-    """Those that are in MPI's Merge with a rank that is lost could not go on."""
+@pytest.mark.parametrize("victim", ["new", "2"])
+def test_ranks_that_mpi_keeps_in_an_admission_end(victim):
+    """Those that are in MPI's Merge with a rank that is lost could not go on: the job is started again."""
     ended = run("-np", 3, "--min-np", 1, sys.executable, HERE / "lost_in_admission_script.py", victim)
-    assert ended.code == code, ended.err
+    assert ended.code == 0, ended.err
     assert "a rank was lost while MPI connected a new one, and MPI waits for it: this rank ends" in ended.err
+    assert re.search(r"on \S+ was lost while MPI connected a new one; it is started again", ended.err), ended.err
 
 
 @pytest.mark.parametrize("point", ["_meet", "_Comms.of"])

@@ -115,8 +115,9 @@ _UNREACHABLE = re.compile(r"the host \S+ of ranks? ([\d, ]+) cannot be reached")
 #: And because of slices of an optimizer's state that no rank has any more: see ``parallel/reduce/slices.py``.
 _SLICE_LOST = re.compile(r"ranks (\d+) and (\d+) at the start of the job were both lost, and with them a slice")
 
-#: And because of one that was lost while the job started: see ``comm/engines/mpi.py``.
-_LOST_IN_INIT = re.compile(r"a rank was lost before all had left init\(\)")
+#: And because of one that was lost while MPI connected ranks: see ``comm/engines/mpi.py``, and ``mpi_admission.py``.
+_LOST_IN_INIT = "before all had left init()"
+_NOT_SURVIVED = re.compile(rf"a rank was lost ({re.escape(_LOST_IN_INIT)}|while MPI connected a new one)")
 
 
 def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
@@ -124,7 +125,8 @@ def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
     That is if it ended by itself, was stopped, failed at its first start, or has fewer ranks left than ``--min-np``.
     """
     elastic, ends = job_end.elastic, list(job_end.exits.values())
-    started = len(job_end.started) >= job_end.size and not job_end.unconnected and not _is_lost_in_init(job_end)
+    has_started = len(job_end.started) >= job_end.size and not job_end.unconnected
+    started = has_started and _not_survived(job_end) != _LOST_IN_INIT
     if elastic is None or job_end.preempted:
         return None
     if job_end.reason not in (None, Reason.TOO_FEW, Reason.LOST, Reason.START_TIMEOUT) and not job_end.unconnected:
@@ -143,7 +145,7 @@ def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
         return None
     gone = lost_hosts(job_end.messages)
     killed = job_end.reason is None and bool(job_end.lost_mpirun)
-    is_certain = bool(gone) or killed or job_end.reason is not None
+    is_certain = bool(gone) or killed or job_end.reason is not None or bool(_not_survived(job_end))
     if not _interrupted(job_end) or (not is_certain and any(end.code == 0 for end in ends)):
         return None
     names = _names(job_end, job)
@@ -157,7 +159,7 @@ def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
 
 def _interrupted(job_end: JobEnd) -> set[int]:
     """The ranks that have not ended by themselves, nor failed; on one host, those of too few are not among them."""
-    are_lost = len(job_end.hosts) > 1 or _is_lost_in_init(job_end)
+    are_lost = len(job_end.hosts) > 1 or bool(_not_survived(job_end))
     lost = {rank for rank, end in job_end.exits.items() if are_lost and end.code == PeerLostError.exit_code}
     stopped = {rank for rank, end in job_end.exits.items() if end.stopped}
     return lost | (stopped | job_end.missing) - job_end.done
@@ -173,8 +175,9 @@ def _sentence(job_end: JobEnd, gone: frozenset[str], cut: set[tuple[str, str]], 
     if job_end.reason is None and job_end.lost_mpirun:
         return job_end.lost_mpirun
     if not missing and failed:
-        when = "before all had left init()" if _is_lost_in_init(job_end) else "and not more than half of all are left"
-        return _of(job_end, sorted(end.rank for end in failed), f"lost, {when}")
+        when = _not_survived(job_end)
+        why = f"lost {when}" if when else "lost, and not more than half of all are left"
+        return _of(job_end, sorted(end.rank for end in failed), why)
     if any(rank not in job_end.started for rank in missing):
         return f"{job_end.roles.names([rank for rank in missing if rank not in job_end.started])} could not be started"
     return _of(job_end, missing, "lost") if missing else "mpirun ended the job"
@@ -195,8 +198,10 @@ def _names(job_end: JobEnd, job: Job) -> dict[str, str]:
     return names
 
 
-def _is_lost_in_init(job_end: JobEnd) -> bool:
-    return any(_found(_LOST_IN_INIT, end) is not None for end in job_end.exits.values())
+def _not_survived(job_end: JobEnd) -> str:
+    """When a rank was lost, if the others could not go on because of that; else empty."""
+    found = (_found(_NOT_SURVIVED, end) for end in job_end.exits.values())
+    return next((said[1] for said in found if said is not None), "")
 
 
 def _found(pattern: re.Pattern[str], end: Exit) -> re.Match[str] | None:
