@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from choros import durations
-from choros.errors import ChorosError, LaunchError
+from choros.errors import ChorosError, ConfigError, LaunchError
 from choros.frameworks import installed, runs_here
 from choros.launch.driver.launcher import dry_run_command, launch
 from choros.launch.driver.machine import count_accelerators, detect_mpirun, full_name, own_names, run_script, version_of
@@ -68,6 +68,11 @@ def chorosrun(command: tuple[str, ...], **given: Any) -> int:
 def _launch(command: tuple[str, ...], arguments: Arguments) -> int:
     mpirun = detect_mpirun(arguments.mpirun)
     job = arguments.job(command, os.environ, own_names, count_accelerators, discover=run_script)
+    if Path(command[0]).name.startswith("python") and command[1:2] in ((), ("-",)):
+        raise ConfigError(
+            f"{' '.join(command)} would run nothing: the standard input of ranks is empty. Write the program to a file: "
+            "chorosrun … python train.py"
+        )
     if not job.remote:
         problem = missing_command(command[0])
         if problem is not None:
