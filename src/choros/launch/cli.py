@@ -70,7 +70,7 @@ def _launch(command: tuple[str, ...], arguments: Arguments) -> int:
     job = arguments.job(command, os.environ, own_names, count_accelerators, discover=run_script)
     if Path(command[0]).name.startswith("python") and command[1:2] in ((), ("-",)):
         raise ConfigError(
-            f"{' '.join(command)} would run nothing: the standard input of ranks is empty. Write the program to a file: "
+            f"{' '.join(command)} would run nothing: the standard input of ranks is empty. Write it to a file: "
             "chorosrun … python train.py"
         )
     if not job.remote:
