@@ -1,6 +1,8 @@
 """choros.run: a function on several ranks."""
 
 import math
+import subprocess
+import sys
 import threading
 from functools import partial
 
@@ -128,6 +130,31 @@ def test_from_another_thread():
     thread.start()
     thread.join(60)
     assert results == [[2.0]]
+
+
+def test_from_a_process_of_multiprocessing(tmp_path):
+    """The main module of a spawned process has a name of its own, under which ranks do not find its functions."""
+    script = tmp_path / "main.py"
+    script.write_text("""
+import multiprocessing, choros
+
+def rank():
+    choros.init()
+    return choros.rank()
+
+def child(queue):
+    queue.put(choros.run(rank, num_proc=2))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    process.join()
+    print(queue.get(timeout=1))
+""")
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "[0, 1]\n", ended.stderr
 
 
 def test_hosts_are_given_once():

@@ -275,6 +275,8 @@ def pack(call: Callable[..., Any]) -> bytes:
     """
     cells = {name: entry for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None}
     pickled = io.BytesIO()
+    if (main := sys.modules.get("__mp_main__")) is not None:  # that of a process of multiprocessing, as __main__ is
+        cloudpickle.register_pickle_by_value(main)
     try:
         _CallPickler(pickled).dump(call)
     except UNPICKLABLE as error:
