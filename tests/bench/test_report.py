@@ -5,7 +5,6 @@ import pytest
 
 from choros.bench.allreduce import tables
 from choros.bench.figures import AlphaBeta, Summary, Timing, Trial, format_seconds, ratios, summarise, trial_of
-from choros.bench.overhead import tables as overhead_tables
 from choros.bench.report import (
     ReportRow,
     check_files,
@@ -18,6 +17,7 @@ from choros.bench.report import (
     show,
     write_json,
 )
+from choros.bench.train import overhead_tables
 from choros.errors import ConfigError
 
 PNG = b"\x89PNG"
@@ -84,7 +84,7 @@ def test_the_notes_of_overhead() -> None:
     facts = {"framework": "jax", "model": "cnn", "batch": 8, "images_per_s": 1.0}
     figures = {("choros", 2): 1.25, ("choros", 1): 1.0, ("plain Keras", 1): 0.5, ("plain Keras", 2): 0.625}
     rows = [ReportRow("overhead", peer, ranks, Summary(t, t, t), facts) for (peer, ranks), t in figures.items()]
-    steps, _ = overhead_tables(rows)
+    steps, _ = overhead_tables("training step", rows)
     assert [note.split(": ", 1)[1] for note in steps.notes] == [
         "time of choros, 1 rank / plain Keras: best 2.000, median 2.000, CPU 2.000",
         "speed of choros, 2 ranks / 1 rank: best 1.600, median 1.600, CPU 1.600",

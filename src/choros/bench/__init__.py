@@ -2,7 +2,7 @@
 
 ::
 
-    cli ─► allreduce, train, overhead        the contenders, and the work of a trial
+    cli ─► allreduce, train                  the contenders, and the work of a trial
               │
               ▼
              run ─► process_group ─► channel  rounds of trials; a contender's processes; messages to them

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from choros.bench.cases import AllreduceCase, format_bytes, unet_shapes
 from choros.bench.contender import CHOROS, Contender, chorosrun, horovodrun, mpirun, process, torchrun
-from choros.bench.figures import format_ranks, ratios
+from choros.bench.figures import Summary, format_ranks, ratios
 from choros.bench.report import ReportRow, Table, compare, fits, grouped
-from choros.bench.run import RunResult
 
 ANY_ARRAY, MEMCPY = "choros, any array", "memcpy"
 DTYPES = ("float32", "float64", "float16", "int32", "int64")
@@ -44,12 +43,9 @@ def cases(sizes: Sequence[int], dtype: str) -> list[AllreduceCase]:
     return [*(AllreduceCase(size, dtype) for size in sizes), *models]
 
 
-def rows(result: RunResult[AllreduceCase], ranks: int) -> list[ReportRow]:
-    """Returns the rows of ``result``, measured on ``ranks`` ranks."""
-    return [
-        ReportRow("grouped" if case.shapes else "allreduce", name, ranks, summary, case.facts)
-        for (case, name), summary in result.summaries.items()
-    ]
+def row(ranks: int, case: AllreduceCase, name: str, summary: Summary) -> ReportRow:
+    """Returns the row of a contender."""
+    return ReportRow("grouped" if case.shapes else "allreduce", name, ranks, summary, case.facts)
 
 
 def tables(measured: Sequence[ReportRow]) -> list[Table]:

@@ -16,6 +16,7 @@ import psutil
 
 from choros import durations
 from choros.bench.contender import CHOROS, Contender
+from choros.bench.figures import Summary
 from choros.bench.report import ReportRow, Table, check_files, show, write_json
 from choros.bench.run import Case, Effort, RunResult, run_contenders
 from choros.bench.startup import CASES, run_starts
@@ -96,24 +97,30 @@ class BenchSession:
         self._stack.close()
 
     def run(
-        self, contenders: Sequence[Contender], cases: Sequence[Case], ranks: int, effort: Effort, about: str = ""
-    ) -> RunResult[Case]:
+        self,
+        contenders: Sequence[Contender],
+        cases: Sequence[Case],
+        ranks: int,
+        effort: Effort,
+        row: Callable[[Case, str, Summary], ReportRow],
+        about: str = "",
+    ) -> None:
         """Measures the contenders; see ``run.run_contenders``. ``about`` is a prefix of the progress lines."""
 
         def show_progress(text: str) -> None:
             self._progress.show(about + text)
 
-        return self._noted(run_contenders(contenders, cases, ranks, effort, self._directory, show_progress))
+        self._note(run_contenders(contenders, cases, ranks, effort, self._directory, show_progress), row)
 
-    def run_starts(self, names: Sequence[str], ranks: int) -> RunResult[str]:
+    def run_starts(self, names: Sequence[str], ranks: int, row: Callable[[str, str, Summary], ReportRow]) -> None:
         """Measures the start of the contenders in ``names``; see ``startup.run_starts``."""
-        return self._noted(run_starts(CASES, names, ranks, self.rounds, self._progress.show))
+        self._note(run_starts(CASES, names, ranks, self.rounds, self._progress.show), row)
 
-    def _noted(self, result: RunResult[Case]) -> RunResult[Case]:
-        """Returns ``result``, after recording its skipped contenders for the report."""
+    def _note(self, result: RunResult[Case], row: Callable[[Case, str, Summary], ReportRow]) -> None:
+        """Keeps the rows of a run, and its skipped contenders."""
+        self.rows += [row(case, name, summary) for (case, name), summary in result.summaries.items()]
         for name, since, reason in result.skipped:
             self._skipped.setdefault((name, reason), since)
-        return result
 
     def report(self, tables: Sequence[Table], plot: Callable[[Path], None]) -> int:
         """Prints the tables, draws the plot and writes the JSON file, where requested; returns the exit code."""

@@ -8,9 +8,9 @@ from functools import partial
 
 from choros import durations
 from choros.bench.contender import CHOROS, Contender, LaunchCommand, chorosrun, mpirun, torchrun
-from choros.bench.figures import Trial
+from choros.bench.figures import Summary, Trial
 from choros.bench.process_group import run_to_end
-from choros.bench.report import ReportRow, Table, compare, grouped
+from choros.bench.report import ReportRow, grouped
 from choros.bench.run import RunResult
 
 _NOTHING = ("-c", "pass")
@@ -67,6 +67,8 @@ CASES: Cases = {
     ],
 }
 
+NOTES = ("÷: the contender's time divided by choros'; above 1, choros takes less.",)
+
 
 def measure(command: LaunchCommand) -> Trial:
     """Runs ``command``, which must succeed; returns wall time, and CPU time of all its processes waited for."""
@@ -98,20 +100,12 @@ def run_starts(
     return result
 
 
-def rows(result: RunResult[str], ranks: int) -> list[ReportRow]:
-    """Returns the report rows of a run."""
-    single = {(case, each.name) for case, programs in CASES.items() for each in programs if each.single}
-    return [
-        ReportRow("start", name, 1 if (case, name) in single else ranks, summary, {"case": case})
-        for (case, name), summary in result.summaries.items()
-    ]
+def row(ranks: int, case: str, name: str, summary: Summary) -> ReportRow:
+    """Returns the row of a program."""
+    single = any(each.single for each in CASES.get(case, ()) if each.name == name)
+    return ReportRow("start", name, 1 if single else ranks, summary, {"case": case})
 
 
 def sections(measured: Sequence[ReportRow]) -> list[tuple[str, list[ReportRow]]]:
     """Returns the rows of each case, under its name."""
     return grouped(measured, lambda row: f"{row.facts['case']}, {row.ranks} process{'es' if row.ranks > 1 else ''}")
-
-
-def table(title: str, measured: Sequence[tuple[str, Sequence[ReportRow]]]) -> Table:
-    """Returns the table of the ``sections``."""
-    return compare(title, measured, notes=("÷: the contender's time divided by choros'; above 1, choros takes less.",))
