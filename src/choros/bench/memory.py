@@ -1,10 +1,11 @@
-"""``choros bench memory``: what ranks need at most without and with ``shard_state``, its rows and table.
+"""``choros bench memory``: what ranks need at most without and with ``shard_state``: the rows, the table, and the ranks' program.
 
 Jobs run one after the other: of several at the same time, one would measure the memory of all.
 """
 
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,10 +14,11 @@ from typing import Any
 
 from choros import durations
 from choros.bench.cases import format_bytes
-from choros.bench.contender import CHOROS, ContenderFailed, chorosrun, process
+from choros.bench.contender import CHOROS, ContenderFailed, chorosrun
 from choros.bench.figures import format_ranks
 from choros.bench.process_group import run_to_end
 from choros.bench.report import Table, grouped
+from choros.bench.resident import peak_bytes
 
 #: The layers of the model, the rows of a batch of a rank, and the steps.
 LAYERS, BATCH, STEPS = 25, 8, 4
@@ -59,8 +61,7 @@ def width_of(parameters: int, layers: int = LAYERS) -> int:
 def measure(framework: str, shard_state: bool, ranks: int, parameters: int) -> MemoryRow:
     """Trains in a job of its own, and returns what its ranks needed; or raises ``ContenderFailed``."""
     with tempfile.TemporaryDirectory(prefix="choros-bench-") as directory:
-        words = process("memory", directory, str(parameters), str(shard_state))
-        (command,) = chorosrun(ranks, words)
+        (command,) = chorosrun(ranks, ["-m", "choros.bench.memory", directory, str(parameters), str(shard_state)])
         run_to_end(command, durations.BENCH_ANSWER, {"KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"})
         each = [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
     most = max(each, key=lambda figures: figures["peak"] - figures["before"])
@@ -123,3 +124,40 @@ def _cells(row: MemoryRow) -> list[str]:
 
 def _label(shard_state: bool) -> str:
     return "with shard_state" if shard_state else "without"
+
+
+def train(layers: int, width: int, shard_state: bool) -> int:
+    """Trains dense layers of ``width`` × ``width`` weights for some steps, as users of ``shard_state`` do; returns the
+    number of parameters.
+    """
+    import keras
+    import numpy as np
+
+    import choros.keras as hvd
+
+    keras.utils.set_random_seed(0)
+    dense = [keras.layers.Dense(width, "relu", use_bias=False) for _ in range(layers)]
+    model = keras.Sequential([keras.Input((width,)), *dense])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(), shard_state=shard_state), "mse")
+    rows = np.random.default_rng(hvd.rank()).random((STEPS * BATCH, width), np.float32)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    model.fit(rows, rows, batch_size=BATCH, callbacks=callbacks, shuffle=False, verbose=0)
+    return int(model.count_params())
+
+
+def main(directory: str, parameters: str, shard_state: str) -> None:
+    """Runs a rank; writes ``RANK.json``: the peaks after a tiny model's ``fit``, which imports the rest, and in all."""
+    import choros.keras as hvd
+
+    hvd.init()
+    hvd.pin_device()
+    sliced = shard_state == "True"
+    train(2, 4, sliced)
+    before = peak_bytes()
+    count = train(LAYERS, width_of(int(parameters)), sliced)
+    figures = {"before": before, "peak": peak_bytes(), "parameters": count}
+    (Path(directory) / f"{hvd.rank()}.json").write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
