@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from choros.errors import ConfigError
-from choros.memory.cli import MemoryOutlook, memory
+from choros.memory.cli import as_json, memory, table
 from choros.memory.model import (
     BY_ITEMS,
     BY_VARIABLES,
@@ -91,24 +91,29 @@ def test_a_model_survives_json() -> None:
     assert TrainedModel.from_json(json.loads(json.dumps(asdict(ADAM)))) == ADAM
 
 
+def needs_of(model: TrainedModel, numbers: tuple[int, ...]) -> list[list[RankBytes]]:
+    """What ranks need on each number of them, without and with ``shard_state``."""
+    return [[rank_bytes(model, ranks, shard_state=way) for ranks in numbers] for way in (False, True)]
+
+
 def test_the_table() -> None:
-    outlook = MemoryOutlook("train.py", ADAM, (1, 2, 4), "15.5kB", 15_500)
-    table = outlook.table()
-    assert table.columns == ["", "weights", "gradients", "state", "buffers", "activations", "a rank", "fits 15.5kB"]
-    (_, without), (_, sliced) = table.sections
+    without, sliced = needs_of(ADAM, (1, 2, 4))
+    found = table("train.py", ADAM, without, sliced, "15.5kB", 15_500)
+    assert found.columns == ["", "weights", "gradients", "state", "buffers", "activations", "a rank", "fits 15.5kB"]
+    (_, rows), (_, rows_of_slices) = found.sections
     cells = ["3.9 KiB", "3.9 KiB", "7.9 KiB", "100 B", "4.9 KiB", "20.7 KiB", "no"]
-    assert without == [["any number of ranks", *cells]]
-    assert [row[0] for row in sliced] == ["1 rank", "2 ranks", "4 ranks"]
-    assert [row[-1] for row in sliced] == ["no", "no", "yes"]
-    assert table.notes[-1] == "It fits 15.5kB with shard_state from 4 ranks on; never without."
-    written = outlook.as_json()
+    assert rows == [["any number of ranks", *cells]]
+    assert [row[0] for row in rows_of_slices] == ["1 rank", "2 ranks", "4 ranks"]
+    assert [row[-1] for row in rows_of_slices] == ["no", "no", "yes"]
+    assert found.notes[-1] == "It fits 15.5kB with shard_state from 4 ranks on; never without."
+    written = as_json(ADAM, without, sliced, 15_500)
     assert written["first_that_fits"] == {"without_shard_state": None, "with_shard_state": 4}
     assert [need["ranks"] for need in written["needs"]] == [1, 2, 4, 1, 2, 4]
 
 
 def test_what_the_table_says_of_its_figures() -> None:
     def notes(model: TrainedModel, limit: int) -> str:
-        return "\n".join(MemoryOutlook("", model, (1, 2), "it", limit).table().notes)
+        return "\n".join(table("", model, *needs_of(model, (1, 2)), "it", limit).notes)
 
     bare = TrainedModel("Muon", (VariableBytes(1, 4, 4),), BY_VARIABLES, assumed=True)
     assert "The file has no optimizer: the state is that of Adam." in notes(bare, 100)

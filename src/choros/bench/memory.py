@@ -1,4 +1,4 @@
-"""``choros bench memory``: what ranks need at most without and with ``shard_state``: the rows, the table, and the ranks' program.
+"""``choros bench memory``: what ranks need at most without and with ``shard_state``; and what a rank runs.
 
 Jobs run one after the other: of several at the same time, one would measure the memory of all.
 """
@@ -8,7 +8,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ def measure(framework: str, shard_state: bool, ranks: int, parameters: int) -> M
     """Trains in a job of its own, and returns what its ranks needed; or raises ``ContenderFailed``."""
     with tempfile.TemporaryDirectory(prefix="choros-bench-") as directory:
         (command,) = chorosrun(ranks, ["-m", "choros.bench.memory", directory, str(parameters), str(shard_state)])
-        run_to_end(command, durations.BENCH_ANSWER, {"KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"})
+        environ = {"KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        run_to_end(replace(command, environ=environ), durations.BENCH_ANSWER)
         each = [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
     most = max(each, key=lambda figures: figures["peak"] - figures["before"])
     return MemoryRow(framework, shard_state, ranks, most["parameters"], most["before"], most["peak"])
