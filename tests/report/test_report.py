@@ -14,7 +14,7 @@ from choros import cli
 from choros.errors import ConfigError
 from choros.launch.driver.job_record import RankRecord
 from choros.launch.plan.arguments import Arguments
-from choros.observe.stragglers import RankProgress
+from choros.observe.progress import RankProgress
 from choros.report.page import (
     collectives_of,
     differences,

@@ -8,7 +8,7 @@ from choros.launch.driver import job_record
 from choros.launch.driver.job_record import JobRecord, RankRecord, screen_lines
 from choros.launch.protocol.frames import Start
 from choros.observe.events import Event, Kind
-from choros.observe.stragglers import RankProgress
+from choros.observe.progress import RankProgress
 from choros.view.snapshot import cells, curve, table, view_of
 
 BEGAN = 1000.0

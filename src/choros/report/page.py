@@ -10,8 +10,7 @@ from typing import Any
 
 from choros.durable import unfinished
 from choros.errors import ConfigError
-from choros.observe.progress import limit_of
-from choros.observe.stragglers import PARTS
+from choros.observe.progress import PARTS, limit_of
 from choros.observe.verdict import means_of, members_of, number_text, percent_text
 from choros.report import drawing
 from choros.report.drawing import COLOURS, Point, bytes_text, seconds_text

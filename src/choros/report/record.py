@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from choros.errors import ConfigError
-from choros.observe.stragglers import RECORD_FORMAT, SERIES, RankProgress
+from choros.observe.progress import RECORD_FORMAT, SERIES, RankProgress
 from choros.observe.verdict import Goodput
 
 _GOODPUT = tuple(each.name for each in fields(Goodput))

@@ -18,7 +18,7 @@ from textual.widgets import Static
 
 from choros import durations
 from choros.errors import LaunchError
-from choros.observe.stragglers import PARTS
+from choros.observe.progress import PARTS
 from choros.view.snapshot import JobView, RankView, bar, cells, curve, progress, rate, rates, size_of, title, view_of
 
 #: Rates are those since so many records ago.

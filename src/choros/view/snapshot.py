@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from choros import durations
-from choros.observe.stragglers import PARTS
+from choros.observe.progress import PARTS
 from choros.observe.verdict import aligned, tells_examples
 
 Record = Mapping[str, Any]

@@ -19,8 +19,7 @@ from choros.durable import unfinished
 from choros.errors import ConfigError
 from choros.launch.protocol.frames import Start
 from choros.observe.events import Event
-from choros.observe.progress import BUCKETS, limit_of
-from choros.observe.stragglers import PARTS, RECORD_FORMAT, SERIES, RankProgress
+from choros.observe.progress import BUCKETS, PARTS, RECORD_FORMAT, SERIES, RankProgress, limit_of
 from choros.observe.verdict import Goodput, verdict_of, verdict_text
 from choros.observe.waits import ranks_text
 from choros.settings import VARIABLES

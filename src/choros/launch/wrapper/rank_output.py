@@ -13,8 +13,7 @@ from choros import durations
 from choros.launch.protocol.frames import Events, Frame
 from choros.launch.wrapper.transcript import Transcript
 from choros.observe.events import Event, Kind
-from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, note_end, read_page
-from choros.observe.stragglers import RankProgress
+from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, RankProgress, note_end, read_page
 from choros.transport.loop import Loop
 
 _PIPE_READ = 1 << 16
