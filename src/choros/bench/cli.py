@@ -13,7 +13,7 @@ from choros.bench import memory as needs
 from choros.bench import startup
 from choros.bench import train as training
 from choros.bench.cases import BATCHES, parse_ranks, parse_sizes
-from choros.bench.contender import CHOROS, check_names, chosen
+from choros.bench.contender import CHOROS, check_names
 from choros.bench.figures import format_ranks
 from choros.bench.report import check_writable, compare, plot_rows, plot_sizes, show, write_json
 from choros.bench.run import Effort
@@ -110,10 +110,9 @@ def allreduce(sizes: str, dtype: str, ranks: str, session: BenchSession) -> int:
     effort = Effort(session.rounds, session.burst, many_runs=True)
     wanted, numbers = parse_sizes(sizes), parse_ranks("--ranks", ranks)
     check_names(session.only, [each.name for each in sums.CONTENDERS])
-    contenders = chosen(sums.CONTENDERS, session.only)
     with session:
         for number in numbers:
-            session.run(contenders, sums.cases(wanted, dtype), number, effort, partial(sums.row, number))
+            session.run(sums.CONTENDERS, sums.cases(wanted, dtype), number, effort, partial(sums.row, number))
     singles = [row for row in session.rows if row.bench == "allreduce"]
     return session.report(sums.tables(session.rows), lambda path: plot_sizes(singles, path, session.machine["cores"]))
 
@@ -151,7 +150,7 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, sessio
     with session:
         for name, group in contenders.items():
             row = partial(training.row, "train", name, ranks)
-            session.run(chosen(group, session.only), cases, ranks, effort, row, f"{name}: ")
+            session.run(group, cases, ranks, effort, row, f"{name}: ")
     title, sections = f"training step, {format_ranks(ranks)}", training.sections(session.rows)
     table = compare(title, sections, throughput=True, notes=training.NOTES)
     return session.report([table], lambda path: plot_rows(sections, path, title))
@@ -187,10 +186,10 @@ def overhead(framework: str, model: str, batch_size: int | None, starts: int, se
     wanted, cases = training.frameworks(framework), training.cases(model, batch_size)
     with session:
         for name in wanted:
-            contenders = training.of(name, *chosen(training.OVERHEAD, session.only))
+            contenders = training.of(name, *training.OVERHEAD)
             session.run(contenders, cases, 2, effort, partial(training.row, "overhead", name, 2), f"{name}: ")
         brief = Effort(session.rounds, durations.BENCH_CALLS, many_runs=True)
-        session.run(chosen(training.OVERHEAD_OF_PARTS, session.only), training.PARTS, 2, brief, training.part_row)
+        session.run(training.OVERHEAD_OF_PARTS, training.PARTS, 2, brief, training.part_row)
     title, sections = "training step, 1 and 2 ranks", training.sections(session.rows)
     return session.report(training.overhead_tables(title, session.rows), lambda path: plot_rows(sections, path, title))
 

@@ -84,49 +84,34 @@ def format_seconds(seconds: float) -> str:
     raise AssertionError
 
 
-@dataclass(frozen=True)
-class AlphaBeta:
-    """The α-β model of an allreduce of n bytes by p ranks, 2 or more, ``T(n) = 2·lg p·α + 2·(p−1)/p·n·β``: the latency
-    of recursive halving and doubling, and the fewest bytes that any algorithm must move (Rabenseifner 2004; Thakur,
+#: α and β of a model of collectives: the seconds of a message, and those of a byte.
+AlphaBeta = tuple[float, float]
+
+
+def allreduce_terms(ranks: int, size: float) -> AlphaBeta:
+    """Returns how often α and β are in the time of an allreduce of ``size`` bytes by 2 ranks or more: the latency of
+    recursive halving and doubling, and the fewest bytes that any algorithm must move (Rabenseifner 2004; Thakur,
     Rabenseifner and Gropp 2005; Patarasuk and Yuan 2009). β includes arithmetic.
 
-    >>> AlphaBeta(ranks=4, alpha_s=1e-6, beta_s=1e-9).seconds(1000)
-    5.5e-06
+    >>> allreduce_terms(ranks=4, size=1000)
+    (4.0, 1500.0)
     """
-
-    ranks: int
-    alpha_s: float
-    beta_s: float
-
-    def seconds(self, size: float) -> float:
-        """Returns the time of an allreduce of ``size`` bytes."""
-        per_message, per_byte = _coefficients(self.ranks, size)
-        return per_message * self.alpha_s + per_byte * self.beta_s
-
-
-def _coefficients(ranks: int, size: float) -> tuple[float, float]:
     return 2 * math.log2(ranks), 2 * (ranks - 1) / ranks * size
 
 
-def fit(ranks: int, sizes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta | None:
-    """Returns the best fit by *relative* error: sizes span orders of magnitude; ``None`` for one rank or one size.
+def fit(terms: Sequence[AlphaBeta], seconds: Sequence[float]) -> AlphaBeta | None:
+    """Returns α and β, neither negative, with which the ``terms`` give ``seconds`` best, by least squares of *relative*
+    errors: sizes span orders of magnitude; ``None`` if there are not two kinds of terms.
 
-    >>> truth = AlphaBeta(2, 1e-5, 1e-9)
-    >>> fitted = fit(2, [2**10, 2**20, 2**26], [truth.seconds(n) for n in (2**10, 2**20, 2**26)])
-    >>> round(fitted.alpha_s * 1e6, 3), round(fitted.beta_s * 1e9, 3)
+    >>> terms = [allreduce_terms(2, size) for size in (2**10, 2**20, 2**26)]
+    >>> alpha, beta = fit(terms, [1e-5 * messages + 1e-9 * size for messages, size in terms])
+    >>> round(alpha * 1e6, 3), round(beta * 1e9, 3)
     (10.0, 1.0)
     """
-    if ranks < 2 or len(sizes) < 2:
+    if len(set(terms)) < 2:
         return None
-    return AlphaBeta(ranks, *nearest([_coefficients(ranks, size) for size in sizes], seconds))
-
-
-def nearest(coefficients: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Returns α and β, neither negative, for which the sums of their products with each row of ``coefficients`` are
-    nearest to ``seconds``, by least squares of *relative* errors.
-    """
     times = np.asarray(seconds, np.float64)
-    matrix = np.array(coefficients) / times[:, None]
+    matrix = np.array(terms) / times[:, None]
     solution = np.linalg.lstsq(matrix, np.ones(len(times)), rcond=None)[0]  # as NumPy 2 does without it
     if solution.min() < 0:  # fit one alone: β, unless only α is positive
         kept = 0 if solution[0] > 0 else 1

@@ -9,9 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from choros.bench.cases import format_bytes
 from choros.bench.contender import CHOROS
-from choros.bench.figures import AlphaBeta, Summary, fit, format_ranks, format_seconds, ratios
+from choros.bench.figures import AlphaBeta, Summary, allreduce_terms, fit, format_ranks, format_seconds, ratios
 from choros.durable import is_special, unfinished
 from choros.errors import ConfigError
 from choros.frameworks import is_installed
@@ -160,9 +162,19 @@ def check_files(plot: Path | None, json_file: Path | None) -> None:
         raise ConfigError(f"--plot {plot}: the name of a picture ends in one of .{', .'.join(endings)}.")
 
 
-def fits(rows: Sequence[ReportRow]) -> list[AlphaBeta]:
-    """Returns the fitted α-β model of choros' allreduce for each number of ranks, 2 or more."""
-    return [model for ranks, sizes, seconds in _series(rows, CHOROS) if (model := fit(ranks, sizes, seconds))]
+def fits(rows: Sequence[ReportRow]) -> dict[int, AlphaBeta]:
+    """Returns α and β of choros' allreduce for each number of ranks, 2 or more."""
+    series = {ranks: ([allreduce_terms(ranks, n) for n in sizes], took) for ranks, sizes, took in _series(rows, CHOROS)}
+    return {ranks: model for ranks, (terms, took) in series.items() if (model := fit(terms, took))}
+
+
+def model_text(model: AlphaBeta, message: str, byte: str) -> str:
+    """Formats α and β, with the names of what they are the times of.
+
+    >>> model_text((2.5e-6, 1e-9), " a message", " a byte")
+    'α = 2.5 µs a message, β = 1 ns a byte'
+    """
+    return f"α = {model[0] * 1e6:.3g} µs{message}, β = {model[1] * 1e9:.3g} ns{byte}"
 
 
 def scaling_title(ranks: Sequence[int], cores: int) -> str:
@@ -186,12 +198,12 @@ def plot_sizes(rows: Sequence[ReportRow], path: Path, cores: int) -> None:
                 axes.plot(sizes, seconds, marker="o", linewidth=2.5 if peer == CHOROS else 1, label=peer)
         axes.set_title(f"allreduce, {numbers[0]} ranks, best rounds")
     else:
-        models = {model.ranks: model for model in fits(rows)}
+        models = fits(rows)
         for ranks, sizes, seconds in _series(rows, CHOROS):
             (points,) = axes.plot(sizes, seconds, "o", label=format_ranks(ranks))
             if model := models.get(ranks):
-                label = f"  α = {model.alpha_s * 1e6:.3g} µs, β = {model.beta_s * 1e9:.3g} ns/byte"
-                axes.plot(sizes, [model.seconds(size) for size in sizes], color=points.get_color(), label=label)
+                line = np.array([allreduce_terms(ranks, size) for size in sizes]) @ model
+                axes.plot(sizes, line, color=points.get_color(), label=f"  {model_text(model, '', '/byte')}")
         axes.set_title(scaling_title(numbers, cores))
         axes.text(0.98, 0.02, "lines: T = 2 lg p α + 2 (p−1)/p n β", transform=axes.transAxes, ha="right")
     axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")

@@ -15,7 +15,7 @@ import click
 import psutil
 
 from choros import durations
-from choros.bench.contender import CHOROS, Contender
+from choros.bench.contender import CHOROS, Contender, chosen
 from choros.bench.figures import Summary
 from choros.bench.report import ReportRow, Table, check_files, show, write_json
 from choros.bench.run import Case, Effort, RunResult, run_contenders
@@ -105,12 +105,13 @@ class BenchSession:
         row: Callable[[Case, str, Summary], ReportRow],
         about: str = "",
     ) -> None:
-        """Measures the contenders; see ``run.run_contenders``. ``about`` is a prefix of the progress lines."""
+        """Measures the contenders that are wanted; see ``run.run_contenders``. ``about`` begins lines of progress."""
+        wanted = chosen(contenders, self.only)
 
         def show_progress(text: str) -> None:
             self._progress.show(about + text)
 
-        self._note(run_contenders(contenders, cases, ranks, effort, self._directory, show_progress), row)
+        self._note(run_contenders(wanted, cases, ranks, effort, self._directory, show_progress), row)
 
     def run_starts(self, names: Sequence[str], ranks: int, row: Callable[[str, str, Summary], ReportRow]) -> None:
         """Measures the start of the contenders in ``names``; see ``startup.run_starts``."""

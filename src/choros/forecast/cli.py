@@ -13,8 +13,8 @@ import click
 
 from choros.bench.cases import format_bytes, parse_ranks
 from choros.bench.contender import CHOROS
-from choros.bench.figures import format_ranks, format_seconds, nearest
-from choros.bench.report import Table, check_files, grouped, new_figure, save, show, write_json
+from choros.bench.figures import fit, format_ranks, format_seconds
+from choros.bench.report import Table, check_files, grouped, model_text, new_figure, save, show, write_json
 from choros.errors import ConfigError
 from choros.forecast.costs import Link, Machines, allreduce_s, control_s
 from choros.forecast.model import Failures, Forecast, best, memory_of, predict, settings
@@ -165,18 +165,15 @@ def fit_link(name: str, ranks: int, sizes: Sequence[int], seconds: Sequence[floa
     >>> round(link.latency_s, 4), round(link.bytes_per_s, -3)
     (0.001, 1000000.0)
     """
-    if ranks < 2 or len(set(sizes)) < 2:
-        return None
     latency, byte = (Machines(link, link) for link in (Link("", 1.0, float("inf")), Link("", 0.0, 1.0)))
-    rows = [
-        [control_s(ranks, latency) + allreduce_s(ranks, size, latency), allreduce_s(ranks, size, byte)]
+    terms = [
+        (control_s(ranks, latency) + allreduce_s(ranks, size, latency), allreduce_s(ranks, size, byte))
         for size in sizes
     ]
-    alpha, beta = nearest(rows, seconds)
-    if beta <= 0:
+    found = fit(terms, seconds)
+    if found is None or found[1] <= 0:
         return None
-    text = f"{name}: fitted to {ranks} ranks: α = {alpha * 1e6:.3g} µs, β = {beta * 1e9:.3g} ns a byte"
-    return Link(text, alpha, 1 / beta)
+    return Link(f"{name}: fitted to {ranks} ranks: {model_text(found, '', ' a byte')}", found[0], 1 / found[1])
 
 
 @dataclass(frozen=True)
