@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from choros.bench.allreduce import tables
-from choros.bench.figures import Summary, Timing, Trial, allreduce_terms, format_seconds, ratios, summarise, trial_of
+from choros.bench.figures import Timing, Trial, allreduce_terms, format_seconds, ratios, summarise, trial_of
 from choros.bench.report import (
-    ReportRow,
+    Row,
     check_files,
     check_writable,
     compare,
@@ -23,9 +23,13 @@ from choros.errors import ConfigError
 PNG = b"\x89PNG"
 
 
-def row(peer: str, best: float, bytes_: int = 1 << 24, ranks: int = 2, bench: str = "allreduce") -> ReportRow:
-    facts = {"bytes": bytes_, "dtype": "float32", "model": "U-Net", "arrays": 26}
-    return ReportRow(bench, peer, ranks, Summary(best, 2 * best, 3 * best), facts)
+def summary(best: float, median: float, cpu: float) -> dict[str, float]:
+    return {"best_s": best, "median_s": median, "cpu_s": cpu}
+
+
+def row(peer: str, best: float, bytes_: int = 1 << 24, ranks: int = 2, bench: str = "allreduce") -> Row:
+    about = {"bench": bench, "peer": peer, "ranks": ranks, **summary(best, 2 * best, 3 * best)}
+    return {**about, "bytes": bytes_, "dtype": "float32", "model": "U-Net", "arrays": 26}
 
 
 def test_a_run_lasts_from_the_last_start_to_the_last_end() -> None:
@@ -36,8 +40,8 @@ def test_a_run_lasts_from_the_last_start_to_the_last_end() -> None:
 
 def test_summary_and_ratios() -> None:
     ours = summarise([Trial(2.0, 1.0), Trial(1.0, 5.0), Trial(4.0, 3.0)])
-    assert ours == Summary(best_s=1.0, median_s=2.0, cpu_s=3.0)
-    assert ratios(Summary(3.0, 4.0, 1.5), ours) == (3.0, 2.0, 0.5)
+    assert ours == summary(1.0, 2.0, 3.0)
+    assert ratios(summary(3.0, 4.0, 1.5), ours) == (3.0, 2.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +87,7 @@ def test_the_notes_of_allreduce() -> None:
 def test_the_notes_of_overhead() -> None:
     facts = {"framework": "jax", "model": "cnn", "batch": 8, "images_per_s": 1.0}
     figures = {("choros", 2): 1.25, ("choros", 1): 1.0, ("plain Keras", 1): 0.5, ("plain Keras", 2): 0.625}
-    rows = [ReportRow("overhead", peer, ranks, Summary(t, t, t), facts) for (peer, ranks), t in figures.items()]
+    rows = [{"peer": peer, "ranks": ranks, **summary(t, t, t), **facts} for (peer, ranks), t in figures.items()]
     steps, _ = overhead_tables("training step", rows)
     assert [note.split(": ", 1)[1] for note in steps.notes] == [
         "time of choros, 1 rank / plain Keras: best 2.000, median 2.000, CPU 2.000",
@@ -94,7 +98,7 @@ def test_the_notes_of_overhead() -> None:
 
 def test_json_is_written_atomically(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    write_json(file, {"machine": {"cores": 2}, "rows": [row("choros", 1.0).as_json()]})
+    write_json(file, {"machine": {"cores": 2}, "rows": [row("choros", 1.0)]})
     written = json.loads(file.read_text())
     assert list(written) == ["machine", "rows"]
     assert {"bench", "peer", "ranks", "best_s", "median_s", "cpu_s", "bytes", "dtype"} <= written["rows"][0].keys()
@@ -125,7 +129,7 @@ def test_plots(tmp_path: Path) -> None:
         for ranks in (1, 2, 4)
     ]
     plot_sizes(rows, tmp_path / "scaling.png", cores=2)
-    plot_sizes([row for row in rows if row.ranks == 2], tmp_path / "contenders.png", cores=2)
+    plot_sizes([row for row in rows if row["ranks"] == 2], tmp_path / "contenders.png", cores=2)
     plot_rows([("cnn", rows[:2])], tmp_path / "steps.png", "steps")
     assert all(path.read_bytes().startswith(PNG) for path in tmp_path.iterdir())
 

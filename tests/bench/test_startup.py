@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from choros.bench.contender import Contender, LaunchCommand
-from choros.bench.figures import Summary
 from choros.bench.report import compare, plain_text
 from choros.bench.startup import CASES, NOTES, measure, row, run_starts, sections
 
@@ -60,15 +59,15 @@ def test_rounds_are_interleaved_and_failures_are_skipped() -> None:
 
 
 def test_an_import_has_one_rank() -> None:
-    made = [row(2, case, "choros", Summary(0.5, 0.6, 0.7)) for case in CASES]
-    assert [(each.bench, each.peer, each.ranks) for each in made] == [("start", "choros", n) for n in (2, 2, 1)]
-    assert [each.facts for each in made] == [{"case": case} for case in CASES]
+    made = [row(2, case, "choros", {"best_s": 0.5}) for case in CASES]
+    about = {"bench": "start", "peer": "choros", "best_s": 0.5}
+    assert made == [{**about, "ranks": ranks, "case": case} for ranks, case in zip((2, 2, 1), CASES, strict=True)]
 
 
 def test_the_table() -> None:
     measured = [
-        row(2, "nothing", "choros", Summary(0.5, 0.6, 0.7)),
-        row(2, "nothing", "torchrun", Summary(2.0, 3.0, 1.4)),
+        row(2, "nothing", "choros", {"best_s": 0.5, "median_s": 0.6, "cpu_s": 0.7}),
+        row(2, "nothing", "torchrun", {"best_s": 2.0, "median_s": 3.0, "cpu_s": 1.4}),
     ]
     text = plain_text(compare("start to end", sections(measured), notes=NOTES))
     assert "nothing, 2 processes" in text

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from choros.bench.cases import AllreduceCase, format_bytes, unet_shapes
 from choros.bench.contender import CHOROS, Contender, chorosrun, horovodrun, mpirun, process, torchrun
-from choros.bench.figures import Summary, format_ranks, ratios
-from choros.bench.report import ReportRow, Table, compare, fits, grouped, model_text
+from choros.bench.figures import format_ranks, ratios
+from choros.bench.report import Row, Table, compare, fits, grouped, model_text
 
 ANY_ARRAY, MEMCPY = "choros, any array", "memcpy"
 DTYPES = ("float32", "float64", "float16", "int32", "int64")
@@ -43,21 +43,21 @@ def cases(sizes: Sequence[int], dtype: str) -> list[AllreduceCase]:
     return [*(AllreduceCase(size, dtype) for size in sizes), *models]
 
 
-def row(ranks: int, case: AllreduceCase, name: str, summary: Summary) -> ReportRow:
+def row(ranks: int, case: AllreduceCase, name: str, summary: Row) -> Row:
     """Returns the row of a contender."""
-    return ReportRow("grouped" if case.shapes else "allreduce", name, ranks, summary, case.facts)
+    return {"bench": "grouped" if case.shapes else "allreduce", "peer": name, "ranks": ranks, **summary, **case.facts}
 
 
-def tables(measured: Sequence[ReportRow]) -> list[Table]:
+def tables(measured: Sequence[Row]) -> list[Table]:
     """Returns two tables for each number of ranks in ``measured``, with derived figures as notes."""
     made: list[Table] = []
-    numbers = sorted({row.ranks for row in measured})
+    numbers = sorted({row["ranks"] for row in measured})
     for ranks in numbers:
-        here = [row for row in measured if row.ranks == ranks]
-        title = f"allreduce of {here[0].facts['dtype']}, {format_ranks(ranks)}"
-        arrays = [row for row in here if row.bench == "allreduce"]
+        here = [row for row in measured if row["ranks"] == ranks]
+        title = f"allreduce of {here[0]['dtype']}, {format_ranks(ranks)}"
+        arrays = [row for row in here if row["bench"] == "allreduce"]
         single = grouped(arrays, _size)
-        gradients = grouped([row for row in here if row.bench == "grouped"], _model)
+        gradients = grouped([row for row in here if row["bench"] == "grouped"], _model)
         fractions = [line for label, section in single for line in _fraction(label, section)]
         costs = [line for label, section in gradients for line in _grouped_cost(label, section)]
         models = [f"α-β model of choros: {model_text(each, ' a message', ' a byte')}" for each in fits(arrays).values()]
@@ -66,28 +66,28 @@ def tables(measured: Sequence[ReportRow]) -> list[Table]:
     return made
 
 
-def _size(row: ReportRow) -> str:
-    return format_bytes(row.facts["bytes"])
+def _size(row: Row) -> str:
+    return format_bytes(row["bytes"])
 
 
-def _model(row: ReportRow) -> str:
-    return f"{row.facts['model']}: {row.facts['arrays']} gradients, {_size(row)}"
+def _model(row: Row) -> str:
+    return f"{row['model']}: {row['arrays']} gradients, {_size(row)}"
 
 
-def _fraction(label: str, section: Sequence[ReportRow]) -> list[str]:
+def _fraction(label: str, section: Sequence[Row]) -> list[str]:
     """Returns choros' speed as a fraction of a memcpy's, if the size is bound by bandwidth."""
     text = label + ": {:.0%} of a memcpy's speed (median {:.0%})"
-    return _against(section, MEMCPY, CHOROS, text) if section[0].facts["bytes"] >= _BANDWIDTH_BOUND_BYTES else []
+    return _against(section, MEMCPY, CHOROS, text) if section[0]["bytes"] >= _BANDWIDTH_BOUND_BYTES else []
 
 
-def _grouped_cost(label: str, section: Sequence[ReportRow]) -> list[str]:
+def _grouped_cost(label: str, section: Sequence[Row]) -> list[str]:
     """Returns the cost of many arrays relative to one array of the same bytes."""
     return _against(
         section, CHOROS, ANY_ARRAY, label + ": {:.2f} times one allreduce of the same bytes (median {:.2f})"
     )
 
 
-def _against(section: Sequence[ReportRow], one: str, other: str, text: str) -> list[str]:
+def _against(section: Sequence[Row], one: str, other: str, text: str) -> list[str]:
     """Returns a text with how the best and the median of one contender are to another's, if both were measured."""
-    found = {row.peer: row.summary for row in section}
+    found = {row["peer"]: row for row in section}
     return [text.format(*ratios(found[one], found[other]))] if {one, other} <= found.keys() else []

@@ -113,7 +113,7 @@ def allreduce(sizes: str, dtype: str, ranks: str, session: BenchSession) -> int:
     with session:
         for number in numbers:
             session.run(sums.CONTENDERS, sums.cases(wanted, dtype), number, effort, partial(sums.row, number))
-    singles = [row for row in session.rows if row.bench == "allreduce"]
+    singles = [row for row in session.rows if row["bench"] == "allreduce"]
     return session.report(sums.tables(session.rows), lambda path: plot_sizes(singles, path, session.machine["cores"]))
 
 
@@ -248,5 +248,5 @@ def memory(framework: str, parameters: int, ranks: int, json_file: Path | None) 
         click.echo(f"failed: {each}")
     described = machine()
     click.echo(f"machine: {machine_text(described)}")
-    write_json(json_file, {"machine": described, "rows": [row.as_json() for row in rows]})
+    write_json(json_file, {"machine": described, "rows": rows})
     return 1 if failed else 0

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,15 +25,6 @@ class Trial:
     cpu_s: float
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The best, the median and the median CPU time of a contender's rounds, in seconds for one unit of work."""
-
-    best_s: float
-    median_s: float
-    cpu_s: float
-
-
 def trial_of(timings: Sequence[Timing], units: int) -> Trial:
     """Returns the times of a trial; a run lasts from the last process's start, without the barrier's skew, to the end.
 
@@ -46,24 +37,24 @@ def trial_of(timings: Sequence[Timing], units: int) -> Trial:
     return Trial(statistics.fmean(runs) / units, sum(timing.cpu_s for timing in timings) / (len(runs) * units))
 
 
-def summarise(trials: Sequence[Trial]) -> Summary:
-    """Returns the best and the median of a contender's ``trials``.
+def summarise(trials: Sequence[Trial]) -> dict[str, float]:
+    """Returns the best, the median and the median CPU time of a contender's rounds.
 
     >>> summarise([Trial(3.0, 1.0), Trial(1.0, 2.0), Trial(8.0, 6.0)])
-    Summary(best_s=1.0, median_s=3.0, cpu_s=2.0)
+    {'best_s': 1.0, 'median_s': 3.0, 'cpu_s': 2.0}
     """
-    seconds = [trial.seconds for trial in trials]
-    return Summary(min(seconds), statistics.median(seconds), statistics.median(trial.cpu_s for trial in trials))
+    seconds, cpu = [trial.seconds for trial in trials], [trial.cpu_s for trial in trials]
+    return {"best_s": min(seconds), "median_s": statistics.median(seconds), "cpu_s": statistics.median(cpu)}
 
 
-def ratios(peer: Summary, ours: Summary) -> tuple[float, float, float]:
+def ratios(peer: Mapping[str, float], ours: Mapping[str, float]) -> tuple[float, float, float]:
     """Returns the peer's best, median and CPU time divided by ours: above 1, ours is less.
 
-    >>> ratios(Summary(2.0, 6.0, 1.0), Summary(1.0, 2.0, 2.0))
+    >>> ratios({"best_s": 2.0, "median_s": 6.0, "cpu_s": 1.0}, {"best_s": 1.0, "median_s": 2.0, "cpu_s": 2.0})
     (2.0, 3.0, 0.5)
     """
-    cpu = peer.cpu_s / ours.cpu_s if ours.cpu_s else float("nan")  # the resolution of CPU time may be coarse
-    return peer.best_s / ours.best_s, peer.median_s / ours.median_s, cpu
+    cpu = peer["cpu_s"] / ours["cpu_s"] if ours["cpu_s"] else float("nan")  # the resolution of CPU time may be coarse
+    return peer["best_s"] / ours["best_s"], peer["median_s"] / ours["median_s"], cpu
 
 
 def format_ranks(ranks: int) -> str:

@@ -8,45 +8,21 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from choros import durations
 from choros.bench.cases import format_bytes
 from choros.bench.contender import CHOROS, ContenderFailed, chorosrun
 from choros.bench.figures import format_ranks
 from choros.bench.process_group import run_to_end
-from choros.bench.report import Table, grouped
+from choros.bench.report import Row, Table, grouped
 from choros.bench.resident import peak_bytes
 
 #: The layers of the model, the rows of a batch of a rank, and the steps.
 LAYERS, BATCH, STEPS = 25, 8, 4
 #: The least part of the unsharded memory that is expected with Adam on two ranks: 12 of 16 bytes, and some for buffers.
 BOUND = 0.80
-
-
-@dataclass(frozen=True)
-class MemoryRow:
-    """The memory of the rank that needs most: ``before_bytes``, after ``init`` and the ``fit`` of a tiny model, which
-    imports the rest, and ``peak_bytes``, after training.
-    """
-
-    framework: str
-    shard_state: bool
-    ranks: int
-    parameters: int
-    before_bytes: int
-    peak_bytes: int
-
-    @property
-    def training_bytes(self) -> int:
-        """The peak without what the process needs in any case."""
-        return self.peak_bytes - self.before_bytes
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the row of the JSON file."""
-        return {"bench": "memory", "peer": CHOROS, **asdict(self), "training_bytes": self.training_bytes}
 
 
 def width_of(parameters: int, layers: int = LAYERS) -> int:
@@ -58,22 +34,31 @@ def width_of(parameters: int, layers: int = LAYERS) -> int:
     return max(1, round(math.sqrt(parameters / layers)))
 
 
-def measure(framework: str, shard_state: bool, ranks: int, parameters: int) -> MemoryRow:
-    """Trains in a job of its own, and returns what its ranks needed; or raises ``ContenderFailed``."""
+def measure(framework: str, shard_state: bool, ranks: int, parameters: int) -> Row:
+    """Trains in a job of its own, and returns what the rank needed that needs most; or raises ``ContenderFailed``."""
     with tempfile.TemporaryDirectory(prefix="choros-bench-") as directory:
         (command,) = chorosrun(ranks, ["-m", "choros.bench.memory", directory, str(parameters), str(shard_state)])
         environ = {"KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"}
         run_to_end(replace(command, environ=environ), durations.BENCH_ANSWER)
         each = [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
     most = max(each, key=lambda figures: figures["peak"] - figures["before"])
-    return MemoryRow(framework, shard_state, ranks, most["parameters"], most["before"], most["peak"])
+    return row_of(framework, shard_state, ranks, most["parameters"], most["before"], most["peak"])
+
+
+def row_of(framework: str, shard_state: bool, ranks: int, parameters: int, before: int, peak: int) -> Row:
+    """Returns the row of the JSON file; bytes ``before``: after ``init`` and the ``fit`` of a tiny model, which imports
+    the rest, ``peak``: after training; of training: their difference, without what the process needs in any case.
+    """
+    about = {"bench": "memory", "peer": CHOROS, "framework": framework, "shard_state": shard_state, "ranks": ranks}
+    sizes = {"before_bytes": before, "peak_bytes": peak, "training_bytes": peak - before}
+    return {**about, "parameters": parameters, **sizes}
 
 
 def measure_all(
     frameworks: Sequence[str], ranks: int, parameters: int, show_progress: Callable[[str], None]
-) -> tuple[list[MemoryRow], list[str]]:
+) -> tuple[list[Row], list[str]]:
     """Returns the rows of all ``frameworks``, and a sentence for each job that failed."""
-    rows: list[MemoryRow] = []
+    rows: list[Row] = []
     failed: list[str] = []
     for framework in frameworks:
         for shard_state in (False, True):
@@ -85,26 +70,27 @@ def measure_all(
     return rows, failed
 
 
-def ratios(rows: Sequence[MemoryRow]) -> tuple[float, float] | None:
+def ratios(rows: Sequence[Row]) -> tuple[float, float] | None:
     """Returns what a framework needs with ``shard_state``, divided by what it needs without: of training alone, and of
     all; ``None`` if one is missing.
 
-    >>> rows = [MemoryRow("jax", False, 2, 25, 100, 300), MemoryRow("jax", True, 2, 25, 100, 250)]
+    >>> rows = [row_of("jax", False, 2, 25, 100, 300), row_of("jax", True, 2, 25, 100, 250)]
     >>> [round(ratio, 3) for ratio in ratios(rows)]
     [0.75, 0.833]
     """
-    found = {row.shard_state: row for row in rows}
+    found = {row["shard_state"]: row for row in rows}
     if len(found) < 2:
         return None
-    whole, sliced = found[False], found[True]
-    return sliced.training_bytes / whole.training_bytes, sliced.peak_bytes / whole.peak_bytes
+    of_training, of_all = (found[True][name] / found[False][name] for name in ("training_bytes", "peak_bytes"))
+    return of_training, of_all
 
 
-def table(rows: Sequence[MemoryRow]) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     """Returns the table of all frameworks, with their ratios as notes."""
-    groups = grouped(rows, lambda row: row.framework)
-    title = f"memory of a rank, {format_ranks(rows[0].ranks)}, {rows[0].parameters / 1e6:.3g} million parameters, Adam"
-    notes = [f"{label}: {_sentence(found, rows[0].ranks)}" for label, group in groups if (found := ratios(group))]
+    groups = grouped(rows, lambda row: str(row["framework"]))
+    ranks, parameters = rows[0]["ranks"], rows[0]["parameters"]
+    title = f"memory of a rank, {format_ranks(ranks)}, {parameters / 1e6:.3g} million parameters, Adam"
+    notes = [f"{label}: {_sentence(found, ranks)}" for label, group in groups if (found := ratios(group))]
     notes.append(
         "before: after imports, init and the fit of a tiny model; peak: after training; training: their difference."
     )
@@ -118,9 +104,9 @@ def _sentence(found: tuple[float, float], ranks: int) -> str:
     return f"with shard_state {training:.3f} of the memory of training{verdict}; {all_of_it:.3f} of the whole process"
 
 
-def _cells(row: MemoryRow) -> list[str]:
-    sizes = (row.before_bytes, row.peak_bytes, row.training_bytes)
-    return [_label(row.shard_state), *map(format_bytes, sizes), f"{row.training_bytes / row.parameters:.1f} bytes"]
+def _cells(row: Row) -> list[str]:
+    sizes = (format_bytes(row[name]) for name in ("before_bytes", "peak_bytes", "training_bytes"))
+    return [_label(row["shard_state"]), *sizes, f"{row['training_bytes'] / row['parameters']:.1f} bytes"]
 
 
 def _label(shard_state: bool) -> str:

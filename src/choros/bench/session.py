@@ -16,8 +16,7 @@ import psutil
 
 from choros import durations
 from choros.bench.contender import CHOROS, Contender, chosen
-from choros.bench.figures import Summary
-from choros.bench.report import ReportRow, Table, check_files, show, write_json
+from choros.bench.report import Row, Table, check_files, show, write_json
 from choros.bench.run import Case, Effort, RunResult, run_contenders
 from choros.bench.startup import CASES, run_starts
 from choros.launch.driver.machine import version_of
@@ -81,7 +80,7 @@ class BenchSession:
         self.rounds = rounds
         self.burst = burst
         self.only = only
-        self.rows: list[ReportRow] = []
+        self.rows: list[Row] = []
         self.machine = machine()
         self._plot = plot
         self._json = json_file
@@ -102,7 +101,7 @@ class BenchSession:
         cases: Sequence[Case],
         ranks: int,
         effort: Effort,
-        row: Callable[[Case, str, Summary], ReportRow],
+        row: Callable[[Case, str, Row], Row],
         about: str = "",
     ) -> None:
         """Measures the contenders that are wanted; see ``run.run_contenders``. ``about`` begins lines of progress."""
@@ -113,11 +112,11 @@ class BenchSession:
 
         self._note(run_contenders(wanted, cases, ranks, effort, self._directory, show_progress), row)
 
-    def run_starts(self, names: Sequence[str], ranks: int, row: Callable[[str, str, Summary], ReportRow]) -> None:
+    def run_starts(self, names: Sequence[str], ranks: int, row: Callable[[str, str, Row], Row]) -> None:
         """Measures the start of the contenders in ``names``; see ``startup.run_starts``."""
         self._note(run_starts(CASES, names, ranks, self.rounds, self._progress.show), row)
 
-    def _note(self, result: RunResult[Case], row: Callable[[Case, str, Summary], ReportRow]) -> None:
+    def _note(self, result: RunResult[Case], row: Callable[[Case, str, Row], Row]) -> None:
         """Keeps the rows of a run, and its skipped contenders."""
         self.rows += [row(case, name, summary) for (case, name), summary in result.summaries.items()]
         for name, since, reason in result.skipped:
@@ -133,10 +132,10 @@ class BenchSession:
         if self.rounds < ENOUGH_ROUNDS:
             click.echo(f"--rounds {self.rounds}: too few for a comparison; use {ENOUGH_ROUNDS} or more.")
         click.echo(f"machine: {machine_text(self.machine)}")
-        write_json(self._json, {"machine": self.machine, "rows": [row.as_json() for row in self.rows]})
+        write_json(self._json, {"machine": self.machine, "rows": self.rows})
         if self._plot is not None and self.rows:
             plot(self._plot)
-        return 0 if any(row.peer == CHOROS for row in self.rows) else 1
+        return 0 if any(row["peer"] == CHOROS for row in self.rows) else 1
 
 
 def machine() -> dict[str, Any]:

@@ -8,9 +8,9 @@ from functools import partial
 
 from choros import durations
 from choros.bench.contender import CHOROS, Contender, LaunchCommand, chorosrun, mpirun, torchrun
-from choros.bench.figures import Summary, Trial
+from choros.bench.figures import Trial
 from choros.bench.process_group import run_to_end
-from choros.bench.report import ReportRow, grouped
+from choros.bench.report import Row, grouped
 from choros.bench.run import RunResult
 
 _NOTHING = ("-c", "pass")
@@ -100,12 +100,12 @@ def run_starts(
     return result
 
 
-def row(ranks: int, case: str, name: str, summary: Summary) -> ReportRow:
+def row(ranks: int, case: str, name: str, summary: Row) -> Row:
     """Returns the row of a program."""
     single = any(each.single for each in CASES.get(case, ()) if each.name == name)
-    return ReportRow("start", name, 1 if single else ranks, summary, {"case": case})
+    return {"bench": "start", "peer": name, "ranks": 1 if single else ranks, **summary, "case": case}
 
 
-def sections(measured: Sequence[ReportRow]) -> list[tuple[str, list[ReportRow]]]:
+def sections(measured: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     """Returns the rows of each case, under its name."""
-    return grouped(measured, lambda row: f"{row.facts['case']}, {row.ranks} process{'es' if row.ranks > 1 else ''}")
+    return grouped(measured, lambda row: f"{row['case']}, {row['ranks']} process{'es' if row['ranks'] > 1 else ''}")

@@ -19,8 +19,8 @@ from choros.bench.contender import (
     torchrun,
     xla_devices,
 )
-from choros.bench.figures import Summary, format_ranks, ratios
-from choros.bench.report import ReportRow, Table, grouped, seconds_of
+from choros.bench.figures import format_ranks, ratios
+from choros.bench.report import Row, Table, grouped, images_per_s, seconds_of
 from choros.errors import ConfigError
 from choros.frameworks import is_installed
 
@@ -109,44 +109,44 @@ def cases(wanted: str, batch: int | None) -> list[TrainCase]:
     return [TrainCase(name, batch or BATCHES[name]) for name in chosen]
 
 
-def row(bench: str, framework: str, ranks: int, case: TrainCase, name: str, summary: Summary) -> ReportRow:
+def row(bench: str, framework: str, ranks: int, case: TrainCase, name: str, summary: Row) -> Row:
     """Returns the row of a contender, with the images per second of the best round."""
     peer, number = _PEERS.get(name, (name, ranks))
-    speed = case.batch * number / summary.best_s
-    return ReportRow(bench, peer, number, summary, {"framework": framework, **asdict(case), "images_per_s": speed})
+    facts = {"framework": framework, **asdict(case), "images_per_s": case.batch * number / summary["best_s"]}
+    return {"bench": bench, "peer": peer, "ranks": number, **summary, **facts}
 
 
-def part_row(part: str, name: str, summary: Summary) -> ReportRow:
+def part_row(part: str, name: str, summary: Row) -> Row:
     """Returns the row of one of the ``PARTS``, measured on two ranks."""
-    return ReportRow("overhead", name, 2, summary, {"part": part, "model": "cnn"})
+    return {"bench": "overhead", "peer": name, "ranks": 2, **summary, "part": part, "model": "cnn"}
 
 
-def sections(measured: Sequence[ReportRow]) -> list[tuple[str, list[ReportRow]]]:
+def sections(measured: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     """Groups the rows of training steps with the same framework, model and batch size under a label."""
-    steps = [row for row in measured if "framework" in row.facts]
-    return grouped(steps, lambda row: "{framework}, {model}, {batch} a rank".format_map(row.facts))
+    steps = [row for row in measured if "framework" in row]
+    return grouped(steps, "{0[framework]}, {0[model]}, {0[batch]} a rank".format)
 
 
-def overhead_tables(title: str, measured: Sequence[ReportRow]) -> list[Table]:
+def overhead_tables(title: str, measured: Sequence[Row]) -> list[Table]:
     """Returns the table of training steps, with derived ratios as notes, and the table of the parts of a step."""
     steps = sections(measured)
     cells = [(label, list(map(_cells, section))) for label, section in steps]
     notes = [note for label, section in steps for note in _notes(label, section)]
     labels = {CHOROS: "the CNN's gradients", ELASTIC: "in an elastic job"}
-    parts = grouped([row for row in measured if "part" in row.facts], lambda row: labels[row.peer])
-    lines = [(label, [(row.facts["part"], *seconds_of(row.summary)) for row in rows]) for label, rows in parts]
+    parts = grouped([row for row in measured if "part" in row], lambda row: labels[row["peer"]])
+    lines = [(label, [(row["part"], *seconds_of(row)) for row in rows]) for label, rows in parts]
     return [
         Table(title, ("", "images/s", "best", "median", "CPU"), cells, notes),
         Table("communication, 2 ranks", ("", "best", "median", "CPU"), lines),
     ]
 
 
-def _cells(row: ReportRow) -> tuple[str, ...]:
-    return f"{row.peer}, {format_ranks(row.ranks)}", f"{row.facts['images_per_s']:,.0f}", *seconds_of(row.summary)
+def _cells(row: Row) -> tuple[str, ...]:
+    return f"{row['peer']}, {format_ranks(row['ranks'])}", images_per_s(row), *seconds_of(row)
 
 
-def _notes(label: str, section: Sequence[ReportRow]) -> list[str]:
-    found = {(row.peer, row.ranks): row.summary for row in section}
+def _notes(label: str, section: Sequence[Row]) -> list[str]:
+    found = {(row["peer"], row["ranks"]): row for row in section}
     comparisons = (
         ("time of choros, 1 rank / plain Keras", (CHOROS, 1), (PLAIN, 1), 1),
         ("speed of choros, 2 ranks / 1 rank", (CHOROS, 1), (CHOROS, 2), 2),
