@@ -194,17 +194,19 @@ def plot_sizes(rows: Sequence[Row], path: Path, cores: int) -> None:
                 axes.plot(sizes, line, color=points.get_color(), label=f"  {model_text(model, '', '/byte')}")
         axes.set_title(scaling_title(numbers, cores))
         axes.text(0.98, 0.02, "lines: T = 2 lg p α + 2 (p−1)/p n β", transform=axes.transAxes, ha="right")
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
-    ticks = sorted({row["bytes"] for row in rows})
-    axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks], rotation=45)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
+    axes.set(yscale="log", xlabel="bytes", ylabel="seconds")
+    save(figure, path, {row["bytes"]: format_bytes(row["bytes"]) for row in rows}, rotation=45)
+
+
+def save(figure: Any, path: Path, ticks: Mapping[int, str] = {}, rotation: int = 0) -> None:
+    """Writes a figure with a legend, and these ``ticks`` on a logarithmic axis; the name's ending is the format."""
+    (axes,) = figure.axes
+    if ticks:
+        axes.set_xscale("log")
+        axes.set_xticks(sorted(ticks), [ticks[each] for each in sorted(ticks)], rotation=rotation)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    """Writes a figure, in the format that the name's ending says."""
     with unfinished(path) as name:
         figure.savefig(name, dpi=150)
 
@@ -221,7 +223,6 @@ def plot_rows(sections: Sequence[tuple[str, Sequence[Row]]], path: Path, title: 
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set(title=title, xlabel="milliseconds: best round (bar), median (mark)")
-    axes.legend(fontsize="small")
     save(figure, path)
 
 
