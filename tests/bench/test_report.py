@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from choros.bench.allreduce import tables
-from choros.bench.figures import Timing, Trial, allreduce_terms, format_seconds, ratios, summarise, trial_of
+from choros.bench.figures import Trial, allreduce_terms, format_seconds, ratios, summarise, trial_of
 from choros.bench.report import (
     Row,
     check_files,
@@ -33,8 +33,8 @@ def row(peer: str, best: float, bytes_: int = 1 << 24, ranks: int = 2, bench: st
 
 
 def test_a_run_lasts_from_the_last_start_to_the_last_end() -> None:
-    first = Timing(begins=(0.0, 10.0), ends=(2.0, 14.0), cpu_s=4.0)
-    second = Timing(begins=(1.0, 9.0), ends=(3.0, 12.0), cpu_s=2.0)
+    first = ((0.0, 10.0), (2.0, 14.0), 4.0)
+    second = ((1.0, 9.0), (3.0, 12.0), 2.0)
     assert trial_of([first, second], units=1) == Trial(seconds=3.0, cpu_s=3.0)
 
 

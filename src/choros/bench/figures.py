@@ -7,14 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Timing:
-    """A process's runs in a trial, by a clock that all share; ``cpu_s`` includes its ended children."""
-
-    begins: tuple[float, ...]
-    ends: tuple[float, ...]
-    cpu_s: float
+#: Of a process in a trial: when its runs began and ended, by a clock that all share, and its CPU time, with that of its
+#: ended children.
+Timing = tuple[Sequence[float], Sequence[float], float]
 
 
 @dataclass(frozen=True)
@@ -28,13 +23,13 @@ class Trial:
 def trial_of(timings: Sequence[Timing], units: int) -> Trial:
     """Returns the times of a trial; a run lasts from the last process's start, without the barrier's skew, to the end.
 
-    >>> trial_of([Timing((0.0,), (4.0,), 4.0), Timing((1.0,), (5.0,), 2.0)], units=2)
+    >>> trial_of([([0.0], [4.0], 4.0), ([1.0], [5.0], 2.0)], units=2)
     Trial(seconds=2.0, cpu_s=3.0)
     """
-    begins = map(max, zip(*(timing.begins for timing in timings), strict=True))
-    ends = map(max, zip(*(timing.ends for timing in timings), strict=True))
-    runs = [end - begin for begin, end in zip(begins, ends, strict=True)]
-    return Trial(statistics.fmean(runs) / units, sum(timing.cpu_s for timing in timings) / (len(runs) * units))
+    begins, ends, cpu = zip(*timings, strict=True)
+    pairs = zip(zip(*begins, strict=True), zip(*ends, strict=True), strict=True)
+    runs = [max(ended) - max(began) for began, ended in pairs]
+    return Trial(statistics.fmean(runs) / units, sum(cpu) / (len(runs) * units))
 
 
 def summarise(trials: Sequence[Trial]) -> dict[str, float]:

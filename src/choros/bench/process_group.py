@@ -21,7 +21,7 @@ from typing import Any, final
 import psutil
 
 from choros import durations
-from choros.bench.channel import ADDRESS, COORDINATOR, KEY, Barrier
+from choros.bench.channel import ADDRESS, BARRIER_BYTES, COORDINATOR, KEY
 from choros.bench.contender import Contender, ContenderFailed, LaunchCommand
 from choros.bench.figures import Trial, trial_of
 from choros.launch.processes import process_tree
@@ -69,7 +69,7 @@ class ProcessGroup:
         finally:
             listener.close()
         barrier = self._directory / "barrier"
-        barrier.write_bytes(bytes(Barrier.size(self._size)))
+        barrier.write_bytes(bytes(BARRIER_BYTES * self._size))
         self._send((barrier, rank, self._size) for rank in range(self._size))
         self._answers(durations.BENCH_START)
         self._record_process_tree()
