@@ -125,7 +125,7 @@ def test_calls_are_matched_by_number_and_not_by_name() -> None:
 def test_a_thread_that_waits_for_its_turn_may_run_another_collective() -> None:
     nested = sorted([*call("b", 2, 3, 4, 1), *call("a", 0, 5, 6, 2)], key=lambda each: each.time)
     trace = merge([part(0, nested), part(1, nested)])
-    assert [{(each.name, each.begun) for each in collective.calls} for collective in collectives_of(trace.calls)] == [
+    assert [{(each.name, each.began) for each in collective.calls} for collective in collectives_of(trace.calls)] == [
         {("a", 0)}, {("b", 2 * MS)},
     ]  # fmt: skip
     check(json.loads("".join(to_json(trace))))
@@ -240,7 +240,7 @@ def test_clocks_of_two_hosts_are_aligned(late: float, drift: float) -> None:
     """The error is at most the time in which a waiting rank notices the last one, 1 ms, and what 10 s drift apart."""
     parts, offset = two_clocks(late, drift)
     trace = merge(parts)
-    begins = [call.begun for call in trace.calls if call.rank == 1]
+    begins = [call.began for call in trace.calls if call.rank == 1]
     true = [
         (each.time / MS + offset) / (1 + drift) * MS for each in parts[1].records if each.kind is Kind.COLLECTIVE_BEGUN
     ]
@@ -262,7 +262,7 @@ def test_ranks_that_take_turns_to_be_last_bound_the_offset() -> None:
 def test_clocks_without_a_common_collective_are_aligned_by_the_wall_clock() -> None:
     here, there = call("alone", 0, 1, 2, 1, process_set=[0]), call("alone", 500, 501, 502, 1, process_set=[1])
     trace = merge([part(0, here), part(1, there, host="b", wall=10**18 - 400 * MS, began=500 * MS)])
-    assert [each.begun for each in trace.calls] == [0, 100 * MS]
+    assert [each.began for each in trace.calls] == [0, 100 * MS]
 
 
 # ── the file and the summary ─────────────────────────────────────────────────────────────────────

@@ -63,7 +63,7 @@ Prepare = Callable[[Any], Task]
 
 
 def barrier_of(file: Path, rank: int, processes: int) -> Callable[[], None]:
-    """Returns what blocks until every process has called it; all map a file, with a counter for each, zeros at first."""
+    """Returns what blocks until all processes have called it; they map a file with a counter for each, at first 0."""
     with file.open("r+b") as opened:
         counters = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
     mine = rank * _CACHE_LINE

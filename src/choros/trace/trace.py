@@ -28,12 +28,12 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from choros.observe.events import Kind
 from choros.observe.timeline import Record, TimelinePart
 
-EPOCHS, STEPS, BUCKETS, MOMENTS = "epochs", "steps", "buckets", "moments"
+EPOCHS, STEPS, COLLECTIVES, BUCKETS, MOMENTS = "epochs", "steps", "collectives", "buckets", "moments"
 #: Times are multiples of an eighth of a microsecond, which is exact in decimal and in binary: slices that touch in the
 #: trace touch in every reader, however it converts microseconds.
 _TICK = 125
@@ -66,7 +66,7 @@ class TracedRank:
 @dataclass(frozen=True)
 class Call:
     """A rank's call of a collective; ``number``: its position in the order in which these ranks matched collectives.
-    ``matched``: when it knew that all had called it; ``done``: or the recording's end. ``None``: that never happened.
+    ``matched``: when it knew that all had called it; ``ended``: or the recording's end. ``None``: that never happened.
     """
 
     rank: int
@@ -74,20 +74,21 @@ class Call:
     collective: str
     ranks: tuple[int, ...]
     number: int | None
-    begun: int
+    began: int
     matched: int | None
-    done: int
+    ended: int
     bytes: int | None
+    track: ClassVar = COLLECTIVES
 
     @property
     def wait(self) -> int:
         """How long it waited for other ranks."""
-        return (self.done if self.matched is None else self.matched) - self.begun
+        return (self.ended if self.matched is None else self.matched) - self.began
 
     @property
     def transfer(self) -> int:
         """How long the data took."""
-        return 0 if self.matched is None else self.done - self.matched
+        return 0 if self.matched is None else self.ended - self.matched
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class CallsOfCollective:
             return {}
         if self.last in self.missing:
             return {call.rank: call.wait for call in self.calls}
-        late = self.calls[-1].begun
-        return {call.rank: max(0, min(call.wait, late - call.begun)) for call in self.calls[:-1]}
+        late = self.calls[-1].began
+        return {call.rank: max(0, min(call.wait, late - call.began)) for call in self.calls[:-1]}
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,8 @@ def collectives_of(calls: Iterable[Call], recorded: Sequence[int] = ()) -> list[
     result = []
     for same in found.values():
         missing = set(same[0].ranks).intersection(recorded) - {call.rank for call in same}
-        result.append(CallsOfCollective(tuple(sorted(same, key=lambda call: call.begun)), tuple(sorted(missing))))
-    return sorted(result, key=lambda collective: collective.calls[0].begun)
+        result.append(CallsOfCollective(tuple(sorted(same, key=lambda call: call.began)), tuple(sorted(missing))))
+    return sorted(result, key=lambda collective: collective.calls[0].began)
 
 
 def _clock_maps(parts: Sequence[TimelinePart]) -> dict[str, Callable[[int], int]]:
@@ -241,7 +242,7 @@ def _aligned(part: TimelinePart, clock: Callable[[int], int], start: int) -> Tim
 def _bounds(calls: Iterable[Call]) -> Bounds | None:
     """Those of calls on one clock; ``None`` if none was matched."""
     matches = [call.matched for call in calls if call.matched is not None]
-    return (max(call.begun for call in calls), min(matches)) if matches else None
+    return (max(call.began for call in calls), min(matches)) if matches else None
 
 
 def _calls(part: TimelinePart) -> list[Call]:
@@ -262,7 +263,7 @@ def _calls(part: TimelinePart) -> list[Call]:
             number = record.details.get("number")
             calls_of_thread[-1] = replace(calls_of_thread[-1], number=number, matched=record.time)
         elif calls_of_thread and record.kind is Kind.COLLECTIVE_DONE:
-            calls.append(replace(calls_of_thread.pop(), done=record.time, bytes=record.details.get("bytes", 0)))
+            calls.append(replace(calls_of_thread.pop(), ended=record.time, bytes=record.details.get("bytes", 0)))
     return calls + [call for each in under_way.values() for call in each]
 
 
