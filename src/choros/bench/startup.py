@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from choros import durations
-from choros.bench.contender import CHOROS, Contender, LaunchCommand, chorosrun, mpirun, torchrun
+from choros.bench.contender import CHOROS, Contender, LaunchCommand, chorosrun, mpirun, plain, torchrun
 from choros.bench.figures import Trial
 from choros.bench.process_group import run_to_end
 from choros.bench.report import Row, grouped
@@ -44,7 +44,7 @@ def _torchrun(ranks: int, argv: Sequence[str]) -> list[LaunchCommand]:
 
 
 def _python(_ranks: int, argv: Sequence[str]) -> list[LaunchCommand]:
-    return [LaunchCommand((sys.executable, *argv))]
+    return plain(argv, {})
 
 
 #: Of each case, programs, choros' first, that do the same work.
