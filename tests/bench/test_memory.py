@@ -13,7 +13,7 @@ import pytest
 from choros.bench.contender import ContenderFailed
 from choros.bench.memory import measure_all, ratios, row_of, table, width_of
 from choros.bench.report import Row
-from choros.bench.resident import peak_bytes, reset_peak, resident_bytes
+from choros.observe.processes import peak_bytes, reset_peak, resident_bytes
 from harness import CHOROSRUN, FRAMEWORKS, TESTS, needs
 from launch.launched import HIDDEN
 from ranks.environment import QUICK, hiding_path

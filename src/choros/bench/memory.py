@@ -17,7 +17,7 @@ from choros.bench.contender import CHOROS, ContenderFailed, chorosrun
 from choros.bench.figures import format_ranks
 from choros.bench.process_group import run_to_end
 from choros.bench.report import Row, Table, grouped
-from choros.bench.resident import peak_bytes
+from choros.observe.processes import peak_bytes
 
 #: The layers of the model, the rows of a batch of a rank, and the steps.
 LAYERS, BATCH, STEPS = 25, 8, 4

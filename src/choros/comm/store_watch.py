@@ -29,8 +29,8 @@ from choros import durations
 from choros.errors import ChorosError
 from choros.observe import events
 from choros.observe.events import Event, Kind
+from choros.observe.processes import state_of, take_stacks
 from choros.observe.progress import RankProgress, page, read_page
-from choros.observe.stacks import state_of, take_stacks
 from choros.observe.verdict import Stragglers, last_lines
 from choros.observe.waits import Wait, Waits, ranks_text
 from choros.settings import current

@@ -26,10 +26,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, final
 
-from choros.bench.resident import peak_bytes, reset_peak, resident_bytes
 from choros.durable import unfinished
 from choros.errors import ConfigError
 from choros.memory.model import TrainedModel
+from choros.observe.processes import peak_bytes, reset_peak, resident_bytes
 
 #: The steps whose memory counts as that of the first ones, and the step that is measured.
 _SETTLED, _MEASURED = 2, 3

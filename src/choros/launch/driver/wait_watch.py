@@ -28,8 +28,8 @@ from choros.launch.plan.job import Limits
 from choros.launch.processes.control import send_text
 from choros.launch.protocol.frames import Stacks, Start
 from choros.observe.events import Event
+from choros.observe.processes import STOPPED, stopped_above
 from choros.observe.progress import RankProgress
-from choros.observe.stacks import STOPPED, stopped_above
 from choros.observe.verdict import Stragglers, last_lines
 from choros.observe.waits import Stall, Waits
 from choros.transport.loop import Loop
