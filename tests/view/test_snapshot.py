@@ -1,7 +1,5 @@
 """What the view shows of a record, as values and as text."""
 
-from dataclasses import replace
-
 import pytest
 
 from choros.launch.driver import job_record
@@ -36,7 +34,8 @@ def record_of(*seconds, batch=0):
 
 def test_rates_and_shares_are_those_of_the_last_seconds():
     view = view_of(record_of(*range(1, 30)), BEGAN + 30)
-    assert (view.steps_per_second, view.examples_per_second, view.seconds) == (10.0, 160.0, 30.0)
+    assert (view.steps_per_second, view.examples_per_second) == (10.0, 160.0)
+    assert view.title == "2 ranks on 2 hosts, 0:30: python train.py"
     assert view.ranks[0].shares["waiting"] == pytest.approx(0.5)
     assert view.ranks[1].shares["loading"] == view.ranks[1].shares["computing"] == pytest.approx(0.5)
     assert view.verdict[1].startswith("input-bound on rank 1")
@@ -134,5 +133,4 @@ def test_the_cells_of_a_bar_are_as_many_as_there_are():
 
 
 def test_an_ended_job():
-    view = replace(view_of(record_of(1), BEGAN + 1), code=3)
-    assert "ended with exit code 3" in table(view)
+    assert "ended with exit code 3" in table(view_of(record_of(1) | {"code": 3}, BEGAN + 1))

@@ -31,14 +31,11 @@ class RankView:
 
 @dataclass(frozen=True)
 class JobView:
-    """A job: how far ``fit`` is, in words, and as a share, 0 if it is not known; the values of each of its ``metrics``
-    over time, the lines of its verdict, messages and output.
+    """A job: what runs, where and since when; how far ``fit`` is, in words, and as a share, 0 if it is not known; the
+    values of each of its ``metrics`` over time, the lines of its verdict, messages and output.
     """
 
-    command: str
-    size: int
-    seconds: float
-    code: int | None
+    title: str
     fit: str
     done: float
     ranks: tuple[RankView, ...]
@@ -65,10 +62,7 @@ def view_of(record: Record, now: float, earlier: Record | None = None) -> JobVie
     older = {} if earlier is None else earlier["ranks"]
     fit, done = _fit_of(record["metrics"])
     return JobView(
-        command=" ".join(" ".join(record["command"]).split()),
-        size=record["size"],
-        seconds=(record["ended"] or now) - record["began"],
-        code=record["code"],
+        title=_title(record, now),
         fit=fit,
         done=done,
         ranks=tuple(_rank_of(number, rank, older.get(str(number)), newest) for number, rank in ranks),
@@ -77,6 +71,14 @@ def view_of(record: Record, now: float, earlier: Record | None = None) -> JobVie
         messages=tuple(text for _, text in record["messages"]),
         output=tuple(record["output"]),
     )
+
+
+def _title(record: Record, now: float) -> str:
+    hosts, size, code = len({rank["host"] for rank in record["ranks"].values()}), record["size"], record["code"]
+    where = f" on {hosts} hosts" if hosts > 1 else ""
+    end = "" if code is None else f", ended with exit code {code}"
+    took = duration((record["ended"] or now) - record["began"])
+    return f"{size} rank{'s' * (size > 1)}{where}, {took}{end}: {' '.join(' '.join(record['command']).split())}"
 
 
 def _rank_of(number: int, rank: Record, earlier: Record | None, newest: float) -> RankView:
@@ -145,14 +147,6 @@ def _metrics_of(moments: Sequence[Record]) -> Mapping[str, tuple[float, ...]]:
         )
         for name in ordered
     }
-
-
-def title(view: JobView) -> str:
-    """What runs, where and since when."""
-    hosts = len({rank.host for rank in view.ranks})
-    where = f" on {hosts} hosts" if hosts > 1 else ""
-    end = "" if view.code is None else f", ended with exit code {view.code}"
-    return f"{view.size} rank{'s' * (view.size > 1)}{where}, {duration(view.seconds)}{end}: {view.command}"
 
 
 def progress(moment: Record, done: float, left: float | None) -> str:
@@ -246,7 +240,7 @@ def curve(values: Sequence[float], width: int) -> str:
 
 def table(view: JobView) -> str:
     """All of it as plain lines, for a pipe."""
-    lines = [title(view)]
+    lines = [view.title]
     lines += [view.fit] if view.fit else []
     lines += [rates(view)]
     lines += [", ".join(f"{name} {values[-1]:.4g}" for name, values in view.metrics.items())] if view.metrics else []
