@@ -17,7 +17,7 @@ from choros.bench.contender import CHOROS, check_names
 from choros.bench.figures import format_ranks
 from choros.bench.report import check_writable, compare, plot_rows, plot_sizes, show, write_json
 from choros.bench.run import Effort
-from choros.bench.session import ENOUGH_ROUNDS, BenchSession, Progress, machine, machine_text
+from choros.bench.session import ENOUGH_ROUNDS, BenchSession, machine, machine_text, progress
 
 _SIZES = "4KiB,256KiB,4MiB,16MiB,64MiB"
 _SIZES_HELP = "Sizes of the array. 1MiB..256MiB: all sizes between these two, in steps of a factor of four."
@@ -239,8 +239,8 @@ def memory(framework: str, parameters: int, ranks: int, json_file: Path | None) 
     """
     check_writable("--json", json_file)
     wanted = training.frameworks(framework)
-    with Progress() as progress:
-        rows, failed = needs.measure_all(wanted, ranks, parameters, progress.show)
+    with progress() as show_progress:
+        rows, failed = needs.measure_all(wanted, ranks, parameters, show_progress)
     if rows:
         show(needs.table(rows))
         click.echo()

@@ -6,8 +6,8 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -30,41 +30,36 @@ PACKAGES = (
 ENOUGH_ROUNDS = 7
 
 
-@final
-class Progress:
-    """Shows progress from two seconds after the start: a terminal's line, rewritten; elsewhere a line every 10 s.
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A context with what shows a text in place of the one before it, from two seconds after the start: a terminal's
+    line, rewritten; elsewhere a line every 10 s.
 
-    >>> with Progress() as progress:
-    ...     progress.show("starting")  # nothing is shown yet
+    >>> with progress() as show:
+    ...     show("starting")  # nothing is shown yet
     """
+    terminal, due, width = sys.stderr.isatty(), time.monotonic() + durations.BENCH_PROGRESS, 0
 
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._line_every = 0.0 if self._terminal else durations.BENCH_PROGRESS_LINE
-        self._last = time.monotonic() + durations.BENCH_PROGRESS - self._line_every
-        self._width = 0
+    def rewrite(text: str, end: str = "") -> None:
+        nonlocal width
+        print(f"\r{text.ljust(width)}", end=end, file=sys.stderr, flush=True)
+        width = len(text)
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._width:
-            self._write("", "\r")
-
-    def show(self, text: str) -> None:
-        """Shows ``text`` in place of the text before it."""
-        now = time.monotonic()
-        if now < self._last + self._line_every:
+    def show(text: str) -> None:
+        nonlocal due
+        if time.monotonic() < due:
             return
-        if not self._terminal:
-            self._last = now
-            print(f"choros bench: {text}", file=sys.stderr, flush=True)
+        if terminal:
+            rewrite(text)
         else:
-            self._write(text, "")
+            due = time.monotonic() + durations.BENCH_PROGRESS_LINE
+            print(f"choros bench: {text}", file=sys.stderr, flush=True)
 
-    def _write(self, text: str, end: str) -> None:
-        print(f"\r{text.ljust(self._width)}", end=end, file=sys.stderr, flush=True)
-        self._width = len(text)
+    try:
+        yield show
+    finally:
+        if width:
+            rewrite("", "\r")
 
 
 @final
@@ -88,7 +83,7 @@ class BenchSession:
         self._stack = ExitStack()
 
     def __enter__(self) -> BenchSession:
-        self._progress = self._stack.enter_context(Progress())
+        self._progress = self._stack.enter_context(progress())
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="choros-bench-")))
         return self
 
@@ -108,13 +103,13 @@ class BenchSession:
         wanted = chosen(contenders, self.only)
 
         def show_progress(text: str) -> None:
-            self._progress.show(about + text)
+            self._progress(about + text)
 
         self._note(run_contenders(wanted, cases, ranks, effort, self._directory, show_progress), row)
 
     def run_starts(self, names: Sequence[str], ranks: int, row: Callable[[str, str, Row], Row]) -> None:
         """Measures the start of the contenders in ``names``; see ``startup.run_starts``."""
-        self._note(run_starts(CASES, names, ranks, self.rounds, self._progress.show), row)
+        self._note(run_starts(CASES, names, ranks, self.rounds, self._progress), row)
 
     def _note(self, result: RunResult[Case], row: Callable[[Case, str, Row], Row]) -> None:
         """Keeps the rows of a run, and its skipped contenders."""
