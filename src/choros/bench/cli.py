@@ -15,7 +15,7 @@ from choros.bench import train as training
 from choros.bench.cases import BATCHES, parse_ranks, parse_sizes
 from choros.bench.contender import CHOROS, check_names
 from choros.bench.figures import format_ranks
-from choros.bench.report import check_writable, compare, plot_rows, plot_sizes, show, write_json
+from choros.bench.report import FILE, check_writable, compare, plot_rows, plot_sizes, show, write_json
 from choros.bench.run import Effort
 from choros.bench.session import ENOUGH_ROUNDS, BenchSession, machine, machine_text, progress
 
@@ -44,7 +44,7 @@ Exit codes:
   2         invalid arguments
   130, 143  ended by Ctrl-C, by SIGTERM; all started processes are ended, too
 """
-_JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+_JSON = click.option("--json", "json_file", type=FILE, metavar="FILE",
                      help="Also write all figures, with a description of the machine, to this file.")  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def _with_common(seconds: float | None) -> Callable[[Callable[..., int]], Callab
         click.option("--only", multiple=True, metavar="NAME",
                      help="Measure only choros and this contender, named as in the tables; may be given more than "
                      "once."),
-        click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png",
+        click.option("--plot", type=FILE, metavar="FILE.png",
                      help="Also plot the figures to this file."),
         _JSON,
     )  # fmt: skip

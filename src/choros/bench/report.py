@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import click
 import numpy as np
 
 from choros.bench.cases import format_bytes
@@ -20,6 +21,8 @@ from choros.frameworks import is_installed
 from choros.observe.verdict import aligned
 
 T = TypeVar("T")
+#: The type of options that name a file.
+FILE = click.Path(dir_okay=False, path_type=Path)
 #: One contender's figures for one case, in seconds per allreduce or step, as the JSON file has them (docs/bench.md).
 Row = Mapping[str, Any]
 _MEASURED = ("best", "median", "CPU")

@@ -14,7 +14,7 @@ import click
 from choros.bench.cases import format_bytes, parse_ranks
 from choros.bench.contender import CHOROS
 from choros.bench.figures import fit, format_ranks, format_seconds
-from choros.bench.report import Row, Table, check_files, grouped, model_text, new_figure, save, show, write_json
+from choros.bench.report import FILE, Row, Table, check_files, grouped, model_text, new_figure, save, show, write_json
 from choros.errors import ConfigError
 from choros.forecast.costs import Link, Machines, allreduce_s, control_s
 from choros.forecast.model import Failures, Forecast, best, memory_of, predict, settings
@@ -59,7 +59,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(help=_HELP)
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=FILE)
 @click.option("-np", "--np", "ranks", required=True, metavar="N,...", help="Numbers of ranks.")
 @click.option("--net", required=True, metavar=_LINK, help="The link between two hosts.")
 @click.option("--intra", metavar=_LINK, help="That between ranks of a host. Default: its memory, as recorded.")
@@ -83,12 +83,8 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--restart", type=_SECONDS, default=120, show_default=True, metavar="SECONDS", help="To start a job again."
 )
-@click.option(
-    "--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it."
-)
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write all of it."
-)
+@click.option("--plot", "plot_file", type=FILE, metavar="FILE.png", help="Draw it.")
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write all of it.")
 def forecast(
     file: Path, ranks: str, net: str, intra: str | None, per_host: int, steps: int | None, price: float | None,
     every: int, power: int, mtbf: float | None, checkpoint: float, restart: float,

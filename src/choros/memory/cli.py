@@ -17,7 +17,7 @@ from choros.bench.cases import format_bytes, parse_ranks
 from choros.bench.contender import ContenderFailed, LaunchCommand
 from choros.bench.figures import format_ranks
 from choros.bench.process_group import run_to_end
-from choros.bench.report import Table, check_writable, show, write_json
+from choros.bench.report import FILE, Table, check_writable, show, write_json
 from choros.errors import ChorosError, ConfigError
 from choros.launch.driver.output import shown_if_slow
 from choros.memory.model import BY_VARIABLES, UNDIVIDED, RankBytes, TrainedModel, first_fit, parse_memory, rank_bytes
@@ -65,9 +65,7 @@ _RELEASING = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
 @click.option(
     "--batch", type=click.IntRange(min=1), metavar="N", help="Of a .keras file: rows to measure activations with."
 )
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write all of it."
-)
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write all of it.")
 def memory(
     file: Path, arguments: tuple[str, ...], ranks: str, fit: str | None, batch: int | None, json_file: Path | None
 ) -> int:
