@@ -19,7 +19,7 @@ from choros.cli import choros as choros_command
 from choros.comm.recording import start_timeline, stop_timeline
 from choros.errors import ConfigError, NotInitializedError
 from choros.observe.events import Event, Kind
-from choros.observe.timeline import PartHeader, PartWriter, TimelinePart, part_path, parts_directory, read_part
+from choros.observe.timeline import PartWriter, TimelinePart, part_path, parts_directory, read_part
 from choros.settings import Config
 from choros.trace.cli import collective_times, rank_times, summary_text, waits_of
 from choros.trace.files import from_json, merge_parts, read_trace, to_json
@@ -43,13 +43,12 @@ def test_no_part_is_written_where_a_link_points(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.symlink_to(tmp_path / "target")
     with pytest.raises(OSError, match="symbolic links"):
-        PartWriter(tmp_path / "run.json", PartHeader.of_this_process(0, 1, mark_cycles=False))
+        PartWriter(tmp_path / "run.json", 0, 1)
     assert not (tmp_path / "target").exists()
 
 
 def test_a_part_has_what_was_written(tmp_path: Path) -> None:
-    header = PartHeader.of_this_process(1, 2, mark_cycles=True)
-    writer = PartWriter(tmp_path / "new.json", header)
+    writer = PartWriter(tmp_path / "new.json", 1, 2, mark_cycles=True)
     sets = {"collective": "allreduce"}
     writer.write(Event(Kind.COLLECTIVE_BEGUN, 'a "name"\n', details={**sets, "process_set": (0, 1)}))
     writer.write(Event(Kind.COLLECTIVE_BEGUN, "b", details={**sets, "process_set": (1,)}))
@@ -58,13 +57,13 @@ def test_a_part_has_what_was_written(tmp_path: Path) -> None:
     writer.write(Event(Kind.COLLECTIVE_DONE, "b", details={**sets, "bytes": 8, "seconds": 0.5}))
     written = read_part(writer.end())
     assert before.records == written.records[:2]
-    assert written.header == header
+    assert (written.rank, written.size, written.host, written.mark_cycles) == (1, 2, os.uname().nodename, True)
     assert [each.details for each in written.records] == [
         sets, {**sets, "process_set": [1]}, {"number": 7}, {"bytes": 8},
     ]  # fmt: skip
     assert [each.name for each in written.records] == ['a "name"\n', "b", "b", "b"]
     assert {each.thread for each in written.records} == {threading.get_ident()}
-    times = [header.began, *(each.time for each in written.records), written.ended]
+    times = [written.began, *(each.time for each in written.records), written.ended]
     assert times == sorted(times)
 
 
@@ -86,7 +85,7 @@ def test_a_full_disk_ends_the_part_with_a_warning_and_not_the_training(
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    writer = PartWriter(tmp_path / "run.json", PartHeader.of_this_process(0, 1, mark_cycles=False))
+    writer = PartWriter(tmp_path / "run.json", 0, 1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
         for _ in range(2):
@@ -375,7 +374,7 @@ def test_the_directory_of_a_part_may_vanish_while_it_is_created(
 
     removed: list[Path] = []
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    PartWriter(tmp_path / "run.json", PartHeader.of_this_process(0, 1, mark_cycles=False)).end()
+    PartWriter(tmp_path / "run.json", 0, 1).end()
     assert path.exists()
     assert removed
 
@@ -402,7 +401,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_init(tmp_path: Path, monke
 def test_parts_of_an_earlier_and_larger_job_are_not_merged(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     for rank in (0, 1):
-        PartWriter(file, PartHeader.of_this_process(rank, 2, mark_cycles=False)).end()
+        PartWriter(file, rank, 2).end()
     choros.init()
     start_timeline(file)
     stop_timeline()

@@ -143,15 +143,15 @@ class Trace:
 
 def merge(parts: Iterable[TimelinePart]) -> Trace:
     """Merges the parts of one rank or more, with the clock of the first rank's host, to which others' are converted."""
-    ordered = sorted(parts, key=lambda part: part.header.rank)
+    ordered = sorted(parts, key=lambda part: part.rank)
     maps = _clock_maps(ordered)
-    start = min(maps[part.header.clock](part.header.began) for part in ordered)
-    aligned = [_aligned(part, maps[part.header.clock], start) for part in ordered]
+    start = min(maps[part.clock](part.began) for part in ordered)
+    aligned = [_aligned(part, maps[part.clock], start) for part in ordered]
     calls = [_calls(part) for part in aligned]
     return Trace(
-        max(part.header.size for part in ordered),
-        ordered[0].header.wall + start,
-        tuple(TracedRank(part.header.rank, part.header.host, part.header.began, part.ended) for part in aligned),
+        max(part.size for part in ordered),
+        ordered[0].wall + start,
+        tuple(TracedRank(part.rank, part.host, part.began, part.ended) for part in aligned),
         tuple(call for each in calls for call in each),
         tuple(
             each for part, own in zip(aligned, calls, strict=True) for each in (*_intervals(part), *_moments(part, own))
@@ -177,12 +177,12 @@ def collectives_of(calls: Iterable[Call], recorded: Sequence[int] = ()) -> list[
 
 def _clock_maps(parts: Sequence[TimelinePart]) -> dict[str, Callable[[int], int]]:
     """Returns the map of each clock to that of the first rank."""
-    reference = parts[0].header
+    reference = parts[0]
     # By the first rank of each clock: 0 for the reference.
-    defaults = {part.header.clock: part.header.wall - reference.wall for part in reversed(parts)}
+    defaults = {part.clock: part.wall - reference.wall for part in reversed(parts)}
     if len(defaults) == 1:
         return {reference.clock: clock_map((), 0)}
-    clocks = {part.header.rank: part.header.clock for part in parts}
+    clocks = {part.rank: part.clock for part in parts}
     samples: defaultdict[str, list[tuple[Bounds, Bounds]]] = defaultdict(list)
     for collective in collectives_of(call for part in parts for call in _calls(part)):
         by_clock: defaultdict[str, list[Call]] = defaultdict(list)
@@ -236,7 +236,7 @@ def _aligned(part: TimelinePart, clock: Callable[[int], int], start: int) -> Tim
         return (clock(time) - start) // _TICK * _TICK
 
     records = tuple(replace(record, time=converted(record.time)) for record in part.records)
-    return TimelinePart(replace(part.header, began=converted(part.header.began)), records, converted(part.ended))
+    return replace(part, records=records, began=converted(part.began), ended=converted(part.ended))
 
 
 def _bounds(calls: Iterable[Call]) -> Bounds | None:
@@ -247,7 +247,7 @@ def _bounds(calls: Iterable[Call]) -> Bounds | None:
 
 def _calls(part: TimelinePart) -> list[Call]:
     """Pairs the events of collectives."""
-    everyone = tuple(range(part.header.size))
+    everyone = tuple(range(part.size))
     calls: list[Call] = []
     #: Of each thread: one that waits for its turn may run another collective meanwhile.
     under_way: defaultdict[int, list[Call]] = defaultdict(list)
@@ -257,7 +257,7 @@ def _calls(part: TimelinePart) -> list[Call]:
             ranks = tuple(record.details.get("process_set", everyone))
             collective = record.details.get("collective", record.name)
             calls_of_thread.append(
-                Call(part.header.rank, record.name, collective, ranks, None, record.time, None, part.ended, None)
+                Call(part.rank, record.name, collective, ranks, None, record.time, None, part.ended, None)
             )
         elif calls_of_thread and record.kind is Kind.COLLECTIVE_MATCHED:
             number = record.details.get("number")
@@ -285,11 +285,11 @@ def _interval(part: TimelinePart, begin: Record, ended: int, details: Mapping[st
     number = f" {begin.details[noun]}" if noun in begin.details else ""
     of = f" of {begin.name}" if begin.name else ""
     together = {name: value for name, value in {**begin.details, **details}.items() if name not in (noun, "seconds")}
-    return Interval(part.header.rank, track, f"{noun}{number}{of}", begin.time, ended, together)
+    return Interval(part.rank, track, f"{noun}{number}{of}", begin.time, ended, together)
 
 
 def _moments(part: TimelinePart, calls: Sequence[Call]) -> list[Interval]:
     named = [(f"{record.kind}: {record.name}", record.time) for record in part.records if record.kind in _MOMENTS]
-    if part.header.mark_cycles:
+    if part.mark_cycles:
         named += [(_CYCLE, call.matched) for call in calls if call.matched is not None]
-    return [Interval(part.header.rank, MOMENTS, name, time, time, {}) for name, time in named]
+    return [Interval(part.rank, MOMENTS, name, time, time, {}) for name, time in named]
