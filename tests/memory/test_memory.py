@@ -19,7 +19,7 @@ from choros.memory.model import (
     BY_ITEMS,
     BY_VARIABLES,
     UNDIVIDED,
-    RankBytes,
+    Need,
     TrainedModel,
     VariableBytes,
     first_fit,
@@ -34,21 +34,27 @@ from ranks.environment import QUICK, hiding_path
 ADAM = TrainedModel("Adam", (VariableBytes(1000, 4000, 8000), VariableBytes(8, 32, 64)), BY_ITEMS, 12, 100, 5000, 70)
 
 
+def need(ranks: int, shard_state: bool, *sizes: int) -> Need:
+    """What a rank needs; the sum of all sizes is in it, too."""
+    names = ("weights", "gradients", "state", "buffers", "activations", "total")
+    return {"ranks": ranks, "shard_state": shard_state, **dict(zip(names, (*sizes, sum(sizes)), strict=True))}
+
+
 def test_without_slices_each_rank_needs_the_same() -> None:
     for ranks in (1, 64):
-        assert rank_bytes(ADAM, ranks, shard_state=False) == RankBytes(ranks, False, 4032, 4032, 8076, 100, 5000)
+        assert rank_bytes(ADAM, ranks, shard_state=False) == need(ranks, False, 4032, 4032, 8076, 100, 5000)
 
 
 def test_slices_of_items() -> None:
-    assert rank_bytes(ADAM, 1, shard_state=True) == RankBytes(1, True, 4032, 4032, 8076, 100, 5000)
-    assert rank_bytes(ADAM, 4, shard_state=True) == RankBytes(4, True, 4032, 4032, 2016 + 12, 100, 5000)
-    assert rank_bytes(ADAM, 3, shard_state=True).state == 2688 + 12
-    assert rank_bytes(ADAM, 4, shard_state=True).total == 4032 + 4032 + 2028 + 100 + 5000
+    assert rank_bytes(ADAM, 1, shard_state=True) == need(1, True, 4032, 4032, 8076, 100, 5000)
+    assert rank_bytes(ADAM, 4, shard_state=True) == need(4, True, 4032, 4032, 2016 + 12, 100, 5000)
+    assert rank_bytes(ADAM, 3, shard_state=True)["state"] == 2688 + 12
+    assert rank_bytes(ADAM, 4, shard_state=True)["total"] == 4032 + 4032 + 2028 + 100 + 5000
 
 
 def test_adam_needs_eight_bytes_and_eight_for_all_ranks() -> None:
     one = TrainedModel("Adam", (VariableBytes(10**6, 4 * 10**6, 8 * 10**6),), BY_ITEMS)
-    assert [rank_bytes(one, ranks, shard_state=True).total for ranks in (1, 2, 4, 8)] == [
+    assert [rank_bytes(one, ranks, shard_state=True)["total"] for ranks in (1, 2, 4, 8)] == [
         16_000_000,
         12_000_000,
         10_000_000,
@@ -59,19 +65,19 @@ def test_adam_needs_eight_bytes_and_eight_for_all_ranks() -> None:
 def test_slices_of_whole_variables() -> None:
     variables = tuple(VariableBytes(items, 4 * items, 10 * items) for items in (50, 30, 20))
     lamb = TrainedModel("Lamb", variables, BY_VARIABLES, 12)
-    assert [rank_bytes(lamb, ranks, shard_state=True).state for ranks in (1, 2, 3, 64)] == [1012, 512, 512, 512]
+    assert [rank_bytes(lamb, ranks, shard_state=True)["state"] for ranks in (1, 2, 3, 64)] == [1012, 512, 512, 512]
 
 
 def test_what_is_not_divided_stays() -> None:
     several = TrainedModel("Adam, Adam", (VariableBytes(10, 40, 0),), UNDIVIDED, 80)
-    assert [rank_bytes(several, ranks, shard_state=True).state for ranks in (1, 8)] == [80, 80]
-    assert rank_bytes(TrainedModel("SGD", (), BY_VARIABLES), 4, shard_state=True).total == 0
+    assert [rank_bytes(several, ranks, shard_state=True)["state"] for ranks in (1, 8)] == [80, 80]
+    assert rank_bytes(TrainedModel("SGD", (), BY_VARIABLES), 4, shard_state=True)["total"] == 0
 
 
 def test_the_first_that_fits() -> None:
     needs = [rank_bytes(ADAM, ranks, shard_state=True) for ranks in (1, 2, 4)]
-    assert [first_fit(needs, needs[index].total) for index in range(3)] == [1, 2, 4]
-    assert first_fit(needs, needs[2].total - 1) is None
+    assert [first_fit(needs, needs[index]["total"]) for index in range(3)] == [1, 2, 4]
+    assert first_fit(needs, needs[2]["total"] - 1) is None
 
 
 @pytest.mark.parametrize(
@@ -91,7 +97,7 @@ def test_a_model_survives_json() -> None:
     assert TrainedModel.from_json(json.loads(json.dumps(asdict(ADAM)))) == ADAM
 
 
-def needs_of(model: TrainedModel, numbers: tuple[int, ...]) -> list[list[RankBytes]]:
+def needs_of(model: TrainedModel, numbers: tuple[int, ...]) -> list[list[Need]]:
     """What ranks need on each number of them, without and with ``shard_state``."""
     return [[rank_bytes(model, ranks, shard_state=way) for ranks in numbers] for way in (False, True)]
 

@@ -5,7 +5,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from choros.bench.process_group import run_to_end
 from choros.bench.report import FILE, Table, check_writable, show, write_json
 from choros.errors import ChorosError, ConfigError
 from choros.launch.driver.output import shown_if_slow
-from choros.memory.model import BY_VARIABLES, UNDIVIDED, RankBytes, TrainedModel, first_fit, parse_memory, rank_bytes
+from choros.memory.model import BY_VARIABLES, UNDIVIDED, Need, TrainedModel, first_fit, parse_memory, rank_bytes
 
 _HELP = """\
 Does it fit? What each rank needs in memory, without and with DistributedOptimizer(…, shard_state=True).
@@ -119,9 +118,7 @@ def _check(path: Path, arguments: Sequence[str], batch: int | None) -> None:
         raise ConfigError(f"{' '.join(arguments)}: a model's file takes no arguments; a script does.")
 
 
-def as_json(
-    model: TrainedModel, without: Sequence[RankBytes], sliced: Sequence[RankBytes], limit: int | None
-) -> dict[str, Any]:
+def as_json(model: TrainedModel, without: Sequence[Need], sliced: Sequence[Need], limit: int | None) -> dict[str, Any]:
     """Returns the content of the JSON file: what ranks need ``without`` shard_state, and with it."""
     fits: dict[str, Any] = {}
     if limit is not None:
@@ -133,15 +130,15 @@ def as_json(
         "parameters": model.parameters,
         "rest": model.rest,
         **fits,
-        "needs": [{**asdict(each), "total": each.total} for each in (*without, *sliced)],
+        "needs": [*without, *sliced],
     }
 
 
 def table(
     title: str,
     model: TrainedModel,
-    without: Sequence[RankBytes],
-    sliced: Sequence[RankBytes],
+    without: Sequence[Need],
+    sliced: Sequence[Need],
     fit: str,
     limit: int | None,
 ) -> Table:
@@ -150,7 +147,7 @@ def table(
     heads += [f"fits {fit}"] if fit else []
     sections = [
         ("without shard_state", [_cells("any number of ranks", without[0], limit)]),
-        ("with shard_state", [_cells(format_ranks(each.ranks), each, limit) for each in sliced]),
+        ("with shard_state", [_cells(format_ranks(each["ranks"]), each, limit) for each in sliced]),
     ]
     notes = _notes(model)
     if limit is not None:
@@ -164,11 +161,10 @@ def table(
     return Table(title, heads, sections, notes)
 
 
-def _cells(name: str, need: RankBytes, limit: int | None) -> list[str]:
-    known = (need.weights, need.gradients, need.state, need.buffers)
-    activations = "–" if need.activations is None else format_bytes(need.activations)
-    fits = [] if limit is None else ["yes" if need.total <= limit else "no"]
-    return [name, *map(format_bytes, known), activations, format_bytes(need.total), *fits]
+def _cells(name: str, need: Need, limit: int | None) -> list[str]:
+    sizes = [need[name] for name in ("weights", "gradients", "state", "buffers", "activations", "total")]
+    fits = [] if limit is None else ["yes" if need["total"] <= limit else "no"]
+    return [name, *("–" if size is None else format_bytes(size) for size in sizes), *fits]
 
 
 def _notes(model: TrainedModel) -> list[str]:

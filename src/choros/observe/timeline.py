@@ -93,8 +93,8 @@ class Record:
 
 @dataclass(frozen=True)
 class TimelinePart:
-    """What one rank has recorded, in the order written. Ranks with the same ``clock`` share one, which was 0 at ``wall``, in
-    ns since 1970; ``ended``: the last event's time if it did not end in order.
+    """What one rank has recorded, in the order written. Ranks with the same ``clock`` share one, 0 at ``wall``, in ns
+    since 1970. ``ended``: the last event's time if it did not end in order.
     """
 
     rank: int
