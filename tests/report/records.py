@@ -7,7 +7,7 @@ from pathlib import Path
 
 from choros.launch.driver.job_record import JobRecord, RankRecord
 from choros.observe.progress import BUCKETS, RankProgress, bucket_of
-from choros.report.record import WrittenRecord
+from choros.report.page import WrittenRecord
 
 BEGAN = 1_700_000_000.0
 

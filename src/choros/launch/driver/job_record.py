@@ -180,8 +180,7 @@ class JobRecord:
 
     def write(self, file: Path, page: Path, show: Callable[[str], None]) -> None:
         """Writes the record to ``file``, and its page; if one cannot be written, ``show`` says so."""
-        from choros.report.page import page_of, write_page  # takes 50 ms; jobs without a report do not need it
-        from choros.report.record import WrittenRecord
+        from choros.report.page import WrittenRecord, page_of, write_page  # takes 50 ms, for jobs with a report
 
         try:
             record = self.to_json()
