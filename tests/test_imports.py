@@ -1,4 +1,6 @@
+import ast
 import os
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -27,6 +29,22 @@ def test_no_import_cycles() -> None:
     graph = grimp.build_graph("choros", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules of one
+
+
+def test_names_that_are_imported_elsewhere_exist() -> None:
+    missing = []
+    for path in (path for folder in ("benchmarks", "compat", "examples") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) and not node.level else ""
+            if module.partition(".")[0] == "choros":
+                base = ROOT / "src" / Path(*module.split("."))
+                home = next((each for each in (base.with_suffix(".py"), base / "__init__.py") if each.exists()), None)
+                text = "" if home is None else home.read_text()
+                names = [each.name for each in node.names if home is None or each.name != "*"]
+                known = [name for name in names if re.search(rf"\b{name}\b|import \*", text)]
+                modules = [name for name in names if (base / f"{name}.py").exists()]
+                missing += [f"{path}: {module}.{name}" for name in names if name not in (*known, *modules)]
+    assert missing == []
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from choros.forecast.fit import fit_link
 from network import Line, switched
 from steps import COMPUTE, EVERY, POWER
 
 from choros.bench.report import new_figure
+from choros.forecast.cli import fit_link
 from choros.forecast.costs import Machines
 from choros.forecast.model import memory_of, predict, settings
 from choros.forecast.workload import Workload, workload_of

@@ -46,7 +46,7 @@ def train() -> None:
     import numpy as np
 
     import choros.keras as hvd
-    from choros.bench.processes.models import compiled
+    from choros.bench.processes.keras_fit import compiled
 
     if os.environ.get("CHOROS_BENCH_MKLDNN") == "0":
         import torch

@@ -34,7 +34,7 @@ Examples:
 #: The module of each subcommand, which is loaded when it runs or is listed.
 _MODULES = {
     "bench": "choros.bench.cli",
-    "deploy": "choros.deploy.cli",
+    "deploy": "choros.deploy",
     "doctor": "choros.doctor.cli",
     "forecast": "choros.forecast.cli",
     "memory": "choros.memory.cli",

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import choros.keras as hvd
-from choros.bench.memory import width_of
-from choros.bench.processes.memory import train
+from choros.bench.memory import train, width_of
 
 LAYERS = 8
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from choros.bench.contender import ContenderFailed
-from choros.bench.memory import MemoryRow, measure_all, ratios, table, width_of
-from choros.bench.resident import peak_bytes, reset_peak, resident_bytes
+from choros.bench.memory import measure_all, ratios, row_of, table, width_of
+from choros.bench.report import Row
+from choros.observe.processes import peak_bytes, reset_peak, resident_bytes
 from harness import CHOROSRUN, FRAMEWORKS, TESTS, needs
 from launch.launched import HIDDEN
 from ranks.environment import QUICK, hiding_path
@@ -24,10 +25,10 @@ PARAMETERS, BUDGET = 32_000_000, 30
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's counts of Linux")
 
 
-def rows(sliced: int) -> list[MemoryRow]:
+def rows(sliced: int) -> list[Row]:
     return [
-        MemoryRow("torch", False, 2, 4 * MIB, 100 * MIB, 164 * MIB),
-        MemoryRow("torch", True, 2, 4 * MIB, 100 * MIB, 100 * MIB + sliced),
+        row_of("torch", False, 2, 4 * MIB, 100 * MIB, 164 * MIB),
+        row_of("torch", True, 2, 4 * MIB, 100 * MIB, 100 * MIB + sliced),
     ]
 
 
@@ -49,7 +50,7 @@ def test_the_table_says_whether_the_bound_holds() -> None:
 
 
 def test_a_row_of_the_file() -> None:
-    assert rows(48 * MIB)[1].as_json() == {
+    assert rows(48 * MIB)[1] == {
         "bench": "memory",
         "peer": "choros",
         "framework": "torch",
@@ -63,14 +64,14 @@ def test_a_row_of_the_file() -> None:
 
 
 def test_a_job_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(framework: str, shard_state: bool, ranks: int, parameters: int) -> MemoryRow:
+    def measure(framework: str, shard_state: bool, ranks: int, parameters: int) -> Row:
         if shard_state:
             raise ContenderFailed("no memory")
-        return MemoryRow(framework, shard_state, ranks, parameters, 1, 2)
+        return row_of(framework, shard_state, ranks, parameters, 1, 2)
 
     monkeypatch.setattr("choros.bench.memory.measure", measure)
     found, failed = measure_all(["torch", "jax"], 2, 100, lambda _text: None)
-    assert [row.framework for row in found] == ["torch", "jax"]
+    assert [row["framework"] for row in found] == ["torch", "jax"]
     assert failed == ["torch, with shard_state: no memory", "jax, with shard_state: no memory"]
 
 

@@ -4,10 +4,9 @@ from pathlib import Path
 import pytest
 
 from choros.bench.allreduce import tables
-from choros.bench.figures import AlphaBeta, Summary, Timing, Trial, format_seconds, ratios, summarise, trial_of
-from choros.bench.overhead import tables as overhead_tables
+from choros.bench.figures import Trial, allreduce_terms, format_seconds, ratios, summarise, trial_of
 from choros.bench.report import (
-    ReportRow,
+    Row,
     check_files,
     check_writable,
     compare,
@@ -18,26 +17,31 @@ from choros.bench.report import (
     show,
     write_json,
 )
+from choros.bench.train import overhead_tables
 from choros.errors import ConfigError
 
 PNG = b"\x89PNG"
 
 
-def row(peer: str, best: float, bytes_: int = 1 << 24, ranks: int = 2, bench: str = "allreduce") -> ReportRow:
-    facts = {"bytes": bytes_, "dtype": "float32", "model": "U-Net", "arrays": 26}
-    return ReportRow(bench, peer, ranks, Summary(best, 2 * best, 3 * best), facts)
+def summary(best: float, median: float, cpu: float) -> dict[str, float]:
+    return {"best_s": best, "median_s": median, "cpu_s": cpu}
+
+
+def row(peer: str, best: float, bytes_: int = 1 << 24, ranks: int = 2, bench: str = "allreduce") -> Row:
+    about = {"bench": bench, "peer": peer, "ranks": ranks, **summary(best, 2 * best, 3 * best)}
+    return {**about, "bytes": bytes_, "dtype": "float32", "model": "U-Net", "arrays": 26}
 
 
 def test_a_run_lasts_from_the_last_start_to_the_last_end() -> None:
-    first = Timing(begins=(0.0, 10.0), ends=(2.0, 14.0), cpu_s=4.0)
-    second = Timing(begins=(1.0, 9.0), ends=(3.0, 12.0), cpu_s=2.0)
+    first = ((0.0, 10.0), (2.0, 14.0), 4.0)
+    second = ((1.0, 9.0), (3.0, 12.0), 2.0)
     assert trial_of([first, second], units=1) == Trial(seconds=3.0, cpu_s=3.0)
 
 
 def test_summary_and_ratios() -> None:
     ours = summarise([Trial(2.0, 1.0), Trial(1.0, 5.0), Trial(4.0, 3.0)])
-    assert ours == Summary(best_s=1.0, median_s=2.0, cpu_s=3.0)
-    assert ratios(Summary(3.0, 4.0, 1.5), ours) == (3.0, 2.0, 0.5)
+    assert ours == summary(1.0, 2.0, 3.0)
+    assert ratios(summary(3.0, 4.0, 1.5), ours) == (3.0, 2.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +87,8 @@ def test_the_notes_of_allreduce() -> None:
 def test_the_notes_of_overhead() -> None:
     facts = {"framework": "jax", "model": "cnn", "batch": 8, "images_per_s": 1.0}
     figures = {("choros", 2): 1.25, ("choros", 1): 1.0, ("plain Keras", 1): 0.5, ("plain Keras", 2): 0.625}
-    rows = [ReportRow("overhead", peer, ranks, Summary(t, t, t), facts) for (peer, ranks), t in figures.items()]
-    steps, _ = overhead_tables(rows)
+    rows = [{"peer": peer, "ranks": ranks, **summary(t, t, t), **facts} for (peer, ranks), t in figures.items()]
+    steps, _ = overhead_tables("training step", rows)
     assert [note.split(": ", 1)[1] for note in steps.notes] == [
         "time of choros, 1 rank / plain Keras: best 2.000, median 2.000, CPU 2.000",
         "speed of choros, 2 ranks / 1 rank: best 1.600, median 1.600, CPU 1.600",
@@ -94,7 +98,7 @@ def test_the_notes_of_overhead() -> None:
 
 def test_json_is_written_atomically(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    write_json(file, {"machine": {"cores": 2}, "rows": [row("choros", 1.0).as_json()]})
+    write_json(file, {"machine": {"cores": 2}, "rows": [row("choros", 1.0)]})
     written = json.loads(file.read_text())
     assert list(written) == ["machine", "rows"]
     assert {"bench", "peer", "ranks", "best_s", "median_s", "cpu_s", "bytes", "dtype"} <= written["rows"][0].keys()
@@ -119,13 +123,13 @@ def test_a_picture_of_a_kind_that_is_not_known(tmp_path: Path) -> None:
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [
-        row(peer, AlphaBeta(2, 1e-6, 1e-9).seconds(size) * ranks, size, ranks)
+        row(peer, ranks * sum(allreduce_terms(2, size)) * 1e-9, size, ranks)
         for peer in ("choros", "mpi4py")
         for size in (1 << 20, 1 << 24)
         for ranks in (1, 2, 4)
     ]
     plot_sizes(rows, tmp_path / "scaling.png", cores=2)
-    plot_sizes([row for row in rows if row.ranks == 2], tmp_path / "contenders.png", cores=2)
+    plot_sizes([row for row in rows if row["ranks"] == 2], tmp_path / "contenders.png", cores=2)
     plot_rows([("cnn", rows[:2])], tmp_path / "steps.png", "steps")
     assert all(path.read_bytes().startswith(PNG) for path in tmp_path.iterdir())
 

@@ -6,9 +6,8 @@ import sys
 import pytest
 
 from choros.bench.contender import Contender, LaunchCommand
-from choros.bench.figures import Summary
-from choros.bench.report import ReportRow, plain_text
-from choros.bench.startup import CASES, measure, rows, run_starts, sections, table
+from choros.bench.report import compare, plain_text
+from choros.bench.startup import CASES, NOTES, measure, row, run_starts, sections
 
 #: An earlier test of this process may have used JAX, which warns of each fork; Popen starts a program at once.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
@@ -56,16 +55,21 @@ def test_rounds_are_interleaved_and_failures_are_skipped() -> None:
     result = run_starts(cases, ["choros", "fails"], 2, 2, shown.append)
     assert [text.rpartition(", ")[2] for text in shown] == ["choros", "fails", "choros", "choros"]
     assert [(name, reason) for name, _, reason in result.skipped] == [("fails", "ZeroDivisionError: division by zero")]
-    (row,) = rows(result, 2)
-    assert (row.bench, row.peer, row.ranks, row.facts) == ("start", "choros", 2, {"case": "nothing"})
+    assert list(result.summaries) == [("nothing", "choros")]
+
+
+def test_an_import_has_one_rank() -> None:
+    made = [row(2, case, "choros", {"best_s": 0.5}) for case in CASES]
+    about = {"bench": "start", "peer": "choros", "best_s": 0.5}
+    assert made == [{**about, "ranks": ranks, "case": case} for ranks, case in zip((2, 2, 1), CASES, strict=True)]
 
 
 def test_the_table() -> None:
     measured = [
-        ReportRow("start", "choros", 2, Summary(0.5, 0.6, 0.7), {"case": "nothing"}),
-        ReportRow("start", "torchrun", 2, Summary(2.0, 3.0, 1.4), {"case": "nothing"}),
+        row(2, "nothing", "choros", {"best_s": 0.5, "median_s": 0.6, "cpu_s": 0.7}),
+        row(2, "nothing", "torchrun", {"best_s": 2.0, "median_s": 3.0, "cpu_s": 1.4}),
     ]
-    text = plain_text(table("start to end", sections(measured)))
+    text = plain_text(compare("start to end", sections(measured), notes=NOTES))
     assert "nothing, 2 processes" in text
     assert "4.00" in text
     assert "5.00" in text

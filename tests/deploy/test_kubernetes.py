@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from choros.deploy.cli import KINDS, PodJob
+from choros.deploy import KINDS, PodJob
 from choros.errors import ConfigError
 from launch.launched import rank_script
 from launch.pods import indexed_job, several_pods

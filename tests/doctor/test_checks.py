@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from choros.doctor.checks import check_machine, compare
+from choros.doctor.checks import OK, PROBLEM, WARNING, Finding, check_machine, compare
 from choros.doctor.cli import as_text
-from choros.doctor.facts import OK, PROBLEM, WARNING, DirectoryFacts, Finding, MachineFacts, PackageFacts
-from choros.doctor.gather import _ended, _start
+from choros.doctor.facts import DirectoryFacts, MachineFacts, PackageFacts, _ended, _start
 from choros.settings import ENGINES
 
 ROOM = DirectoryFacts("/data", 1 << 40, 1 << 39)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from choros.doctor.facts import OK, PROBLEM, WARNING
+from choros.doctor.checks import OK, PROBLEM, WARNING
 from launch.launched import CHOROSRUN
 from launch.namespaces import contained, ip, several_hosts
 

@@ -10,7 +10,7 @@ import pytest
 from choros.launch.driver import job_record
 from choros.launch.driver.job_record import JobRecord, RankRecord
 from choros.launch.protocol.frames import Start
-from choros.observe.stragglers import SERIES, RankProgress
+from choros.observe.progress import SERIES, RankProgress
 from launch.launched import rank_script, run
 
 

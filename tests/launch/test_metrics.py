@@ -13,8 +13,7 @@ import pytest
 from choros.errors import ConfigError
 from choros.launch.driver.job_record import JobRecord, served
 from choros.launch.protocol.frames import Start
-from choros.observe.progress import BUCKETS
-from choros.observe.stragglers import RankProgress
+from choros.observe.progress import BUCKETS, RankProgress
 from harness import needs
 from launch.launched import Running, rank_script, run
 

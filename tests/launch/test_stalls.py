@@ -17,7 +17,7 @@ from choros.launch.driver.wait_watch import StackRequests, rank_report, stall_re
 from choros.launch.processes import control
 from choros.launch.processes.directories import SESSION
 from choros.launch.protocol.frames import Stacks, Start
-from choros.observe.stacks import stack_text, state_of, take_stacks
+from choros.observe.processes import stack_text, state_of, take_stacks
 from choros.observe.waits import Stall
 from choros.transport.loop import Loop
 from harness import needs
@@ -69,7 +69,7 @@ def test_a_process_whose_name_the_kernel_cuts_within_a_character(tmp_path):
 
 
 def test_a_process_that_runs_no_python_any_more_has_no_stack(monkeypatch):
-    monkeypatch.setattr("choros.observe.stacks._ask", lambda *_: ("", ""))
+    monkeypatch.setattr("choros.observe.processes._ask", lambda *_: ("", ""))
     assert take_stacks(os.getpid()) == "(no stack: no thread of it runs Python any more)"
 
 

@@ -43,9 +43,9 @@ def case_whole_state() -> None:
     for name, (create, given) in OPTIMIZERS.items():
         model = trained(model_of(hvd.DistributedOptimizer(create(**given))))
         found = rank_bytes(trained_model(model, model.optimizer), 1, shard_state=False)
-        assert found.state == state_bytes(model.optimizer), name
-        assert found.weights == found.gradients == sum(map(nbytes, model.trainable_variables)), name
-        assert found.buffers == sum(map(nbytes, model.non_trainable_variables)), name
+        assert found["state"] == state_bytes(model.optimizer), name
+        assert found["weights"] == found["gradients"] == sum(map(nbytes, model.trainable_variables)), name
+        assert found["buffers"] == sum(map(nbytes, model.non_trainable_variables)), name
 
 
 def case_slices_of_the_state() -> None:
@@ -58,7 +58,7 @@ def case_slices_of_the_state() -> None:
         most = max(hvd.allgather_object(state_bytes(optimizer)))
         # Cuts are at multiples of 16 items; the slice variable that stands for no variable has an item, too.
         slack = 600 if name != "SGD" else 64
-        assert abs(rank_bytes(counted, hvd.size(), shard_state=True).state - most) <= slack, name
+        assert abs(rank_bytes(counted, hvd.size(), shard_state=True)["state"] - most) <= slack, name
 
 
 def case_a_loss_scale_and_half_precision() -> None:
@@ -68,7 +68,7 @@ def case_a_loss_scale_and_half_precision() -> None:
         model.optimizer.build(model.trainable_variables)
         found = trained_model(model, model.optimizer)
         assert found.optimizer == "Adam"
-        assert rank_bytes(found, 1, shard_state=False).state == state_bytes(model.optimizer)
+        assert rank_bytes(found, 1, shard_state=False)["state"] == state_bytes(model.optimizer)
     finally:
         keras.config.set_dtype_policy("float32")
 

@@ -14,12 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 from choros.errors import ConfigError
-from choros.memory.cli import MemoryOutlook, memory
+from choros.memory.cli import as_json, memory, table
 from choros.memory.model import (
     BY_ITEMS,
     BY_VARIABLES,
     UNDIVIDED,
-    RankBytes,
+    Need,
     TrainedModel,
     VariableBytes,
     first_fit,
@@ -34,21 +34,27 @@ from ranks.environment import QUICK, hiding_path
 ADAM = TrainedModel("Adam", (VariableBytes(1000, 4000, 8000), VariableBytes(8, 32, 64)), BY_ITEMS, 12, 100, 5000, 70)
 
 
+def need(ranks: int, shard_state: bool, *sizes: int) -> Need:
+    """What a rank needs; the sum of all sizes is in it, too."""
+    names = ("weights", "gradients", "state", "buffers", "activations", "total")
+    return {"ranks": ranks, "shard_state": shard_state, **dict(zip(names, (*sizes, sum(sizes)), strict=True))}
+
+
 def test_without_slices_each_rank_needs_the_same() -> None:
     for ranks in (1, 64):
-        assert rank_bytes(ADAM, ranks, shard_state=False) == RankBytes(ranks, False, 4032, 4032, 8076, 100, 5000)
+        assert rank_bytes(ADAM, ranks, shard_state=False) == need(ranks, False, 4032, 4032, 8076, 100, 5000)
 
 
 def test_slices_of_items() -> None:
-    assert rank_bytes(ADAM, 1, shard_state=True) == RankBytes(1, True, 4032, 4032, 8076, 100, 5000)
-    assert rank_bytes(ADAM, 4, shard_state=True) == RankBytes(4, True, 4032, 4032, 2016 + 12, 100, 5000)
-    assert rank_bytes(ADAM, 3, shard_state=True).state == 2688 + 12
-    assert rank_bytes(ADAM, 4, shard_state=True).total == 4032 + 4032 + 2028 + 100 + 5000
+    assert rank_bytes(ADAM, 1, shard_state=True) == need(1, True, 4032, 4032, 8076, 100, 5000)
+    assert rank_bytes(ADAM, 4, shard_state=True) == need(4, True, 4032, 4032, 2016 + 12, 100, 5000)
+    assert rank_bytes(ADAM, 3, shard_state=True)["state"] == 2688 + 12
+    assert rank_bytes(ADAM, 4, shard_state=True)["total"] == 4032 + 4032 + 2028 + 100 + 5000
 
 
 def test_adam_needs_eight_bytes_and_eight_for_all_ranks() -> None:
     one = TrainedModel("Adam", (VariableBytes(10**6, 4 * 10**6, 8 * 10**6),), BY_ITEMS)
-    assert [rank_bytes(one, ranks, shard_state=True).total for ranks in (1, 2, 4, 8)] == [
+    assert [rank_bytes(one, ranks, shard_state=True)["total"] for ranks in (1, 2, 4, 8)] == [
         16_000_000,
         12_000_000,
         10_000_000,
@@ -59,19 +65,19 @@ def test_adam_needs_eight_bytes_and_eight_for_all_ranks() -> None:
 def test_slices_of_whole_variables() -> None:
     variables = tuple(VariableBytes(items, 4 * items, 10 * items) for items in (50, 30, 20))
     lamb = TrainedModel("Lamb", variables, BY_VARIABLES, 12)
-    assert [rank_bytes(lamb, ranks, shard_state=True).state for ranks in (1, 2, 3, 64)] == [1012, 512, 512, 512]
+    assert [rank_bytes(lamb, ranks, shard_state=True)["state"] for ranks in (1, 2, 3, 64)] == [1012, 512, 512, 512]
 
 
 def test_what_is_not_divided_stays() -> None:
     several = TrainedModel("Adam, Adam", (VariableBytes(10, 40, 0),), UNDIVIDED, 80)
-    assert [rank_bytes(several, ranks, shard_state=True).state for ranks in (1, 8)] == [80, 80]
-    assert rank_bytes(TrainedModel("SGD", (), BY_VARIABLES), 4, shard_state=True).total == 0
+    assert [rank_bytes(several, ranks, shard_state=True)["state"] for ranks in (1, 8)] == [80, 80]
+    assert rank_bytes(TrainedModel("SGD", (), BY_VARIABLES), 4, shard_state=True)["total"] == 0
 
 
 def test_the_first_that_fits() -> None:
     needs = [rank_bytes(ADAM, ranks, shard_state=True) for ranks in (1, 2, 4)]
-    assert [first_fit(needs, needs[index].total) for index in range(3)] == [1, 2, 4]
-    assert first_fit(needs, needs[2].total - 1) is None
+    assert [first_fit(needs, needs[index]["total"]) for index in range(3)] == [1, 2, 4]
+    assert first_fit(needs, needs[2]["total"] - 1) is None
 
 
 @pytest.mark.parametrize(
@@ -91,24 +97,29 @@ def test_a_model_survives_json() -> None:
     assert TrainedModel.from_json(json.loads(json.dumps(asdict(ADAM)))) == ADAM
 
 
+def needs_of(model: TrainedModel, numbers: tuple[int, ...]) -> list[list[Need]]:
+    """What ranks need on each number of them, without and with ``shard_state``."""
+    return [[rank_bytes(model, ranks, shard_state=way) for ranks in numbers] for way in (False, True)]
+
+
 def test_the_table() -> None:
-    outlook = MemoryOutlook("train.py", ADAM, (1, 2, 4), "15.5kB", 15_500)
-    table = outlook.table()
-    assert table.columns == ["", "weights", "gradients", "state", "buffers", "activations", "a rank", "fits 15.5kB"]
-    (_, without), (_, sliced) = table.sections
+    without, sliced = needs_of(ADAM, (1, 2, 4))
+    found = table("train.py", ADAM, without, sliced, "15.5kB", 15_500)
+    assert found.columns == ["", "weights", "gradients", "state", "buffers", "activations", "a rank", "fits 15.5kB"]
+    (_, rows), (_, rows_of_slices) = found.sections
     cells = ["3.9 KiB", "3.9 KiB", "7.9 KiB", "100 B", "4.9 KiB", "20.7 KiB", "no"]
-    assert without == [["any number of ranks", *cells]]
-    assert [row[0] for row in sliced] == ["1 rank", "2 ranks", "4 ranks"]
-    assert [row[-1] for row in sliced] == ["no", "no", "yes"]
-    assert table.notes[-1] == "It fits 15.5kB with shard_state from 4 ranks on; never without."
-    written = outlook.as_json()
+    assert rows == [["any number of ranks", *cells]]
+    assert [row[0] for row in rows_of_slices] == ["1 rank", "2 ranks", "4 ranks"]
+    assert [row[-1] for row in rows_of_slices] == ["no", "no", "yes"]
+    assert found.notes[-1] == "It fits 15.5kB with shard_state from 4 ranks on; never without."
+    written = as_json(ADAM, without, sliced, 15_500)
     assert written["first_that_fits"] == {"without_shard_state": None, "with_shard_state": 4}
     assert [need["ranks"] for need in written["needs"]] == [1, 2, 4, 1, 2, 4]
 
 
 def test_what_the_table_says_of_its_figures() -> None:
     def notes(model: TrainedModel, limit: int) -> str:
-        return "\n".join(MemoryOutlook("", model, (1, 2), "it", limit).table().notes)
+        return "\n".join(table("", model, *needs_of(model, (1, 2)), "it", limit).notes)
 
     bare = TrainedModel("Muon", (VariableBytes(1, 4, 4),), BY_VARIABLES, assumed=True)
     assert "The file has no optimizer: the state is that of Adam." in notes(bare, 100)

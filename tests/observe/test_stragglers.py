@@ -9,8 +9,8 @@ import time
 import pytest
 
 from choros.launch.plan.roles import NO_ROLES
-from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, Page, open_page, page, read_page
-from choros.observe.stragglers import RankProgress, Stragglers
+from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, Page, RankProgress, open_page, page, read_page
+from choros.observe.verdict import Stragglers
 from launch.launched import rank_script, run
 
 

@@ -19,7 +19,7 @@ from choros.cli import choros as choros_command
 from choros.comm.recording import start_timeline, stop_timeline
 from choros.errors import ConfigError, NotInitializedError
 from choros.observe.events import Event, Kind
-from choros.observe.timeline import PartHeader, PartWriter, TimelinePart, part_path, parts_directory, read_part
+from choros.observe.timeline import PartWriter, TimelinePart, part_path, parts_directory, read_part
 from choros.settings import Config
 from choros.trace.cli import collective_times, rank_times, summary_text, waits_of
 from choros.trace.files import from_json, merge_parts, read_trace, to_json
@@ -43,13 +43,12 @@ def test_no_part_is_written_where_a_link_points(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.symlink_to(tmp_path / "target")
     with pytest.raises(OSError, match="symbolic links"):
-        PartWriter(tmp_path / "run.json", PartHeader.of_this_process(0, 1, mark_cycles=False))
+        PartWriter(tmp_path / "run.json", 0, 1)
     assert not (tmp_path / "target").exists()
 
 
 def test_a_part_has_what_was_written(tmp_path: Path) -> None:
-    header = PartHeader.of_this_process(1, 2, mark_cycles=True)
-    writer = PartWriter(tmp_path / "new.json", header)
+    writer = PartWriter(tmp_path / "new.json", 1, 2, mark_cycles=True)
     sets = {"collective": "allreduce"}
     writer.write(Event(Kind.COLLECTIVE_BEGUN, 'a "name"\n', details={**sets, "process_set": (0, 1)}))
     writer.write(Event(Kind.COLLECTIVE_BEGUN, "b", details={**sets, "process_set": (1,)}))
@@ -58,13 +57,13 @@ def test_a_part_has_what_was_written(tmp_path: Path) -> None:
     writer.write(Event(Kind.COLLECTIVE_DONE, "b", details={**sets, "bytes": 8, "seconds": 0.5}))
     written = read_part(writer.end())
     assert before.records == written.records[:2]
-    assert written.header == header
+    assert (written.rank, written.size, written.host, written.mark_cycles) == (1, 2, os.uname().nodename, True)
     assert [each.details for each in written.records] == [
         sets, {**sets, "process_set": [1]}, {"number": 7}, {"bytes": 8},
     ]  # fmt: skip
     assert [each.name for each in written.records] == ['a "name"\n', "b", "b", "b"]
     assert {each.thread for each in written.records} == {threading.get_ident()}
-    times = [header.began, *(each.time for each in written.records), written.ended]
+    times = [written.began, *(each.time for each in written.records), written.ended]
     assert times == sorted(times)
 
 
@@ -86,7 +85,7 @@ def test_a_full_disk_ends_the_part_with_a_warning_and_not_the_training(
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    writer = PartWriter(tmp_path / "run.json", PartHeader.of_this_process(0, 1, mark_cycles=False))
+    writer = PartWriter(tmp_path / "run.json", 0, 1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
         for _ in range(2):
@@ -125,7 +124,7 @@ def test_calls_are_matched_by_number_and_not_by_name() -> None:
 def test_a_thread_that_waits_for_its_turn_may_run_another_collective() -> None:
     nested = sorted([*call("b", 2, 3, 4, 1), *call("a", 0, 5, 6, 2)], key=lambda each: each.time)
     trace = merge([part(0, nested), part(1, nested)])
-    assert [{(each.name, each.begun) for each in collective.calls} for collective in collectives_of(trace.calls)] == [
+    assert [{(each.name, each.began) for each in collective.calls} for collective in collectives_of(trace.calls)] == [
         {("a", 0)}, {("b", 2 * MS)},
     ]  # fmt: skip
     check(json.loads("".join(to_json(trace))))
@@ -240,7 +239,7 @@ def test_clocks_of_two_hosts_are_aligned(late: float, drift: float) -> None:
     """The error is at most the time in which a waiting rank notices the last one, 1 ms, and what 10 s drift apart."""
     parts, offset = two_clocks(late, drift)
     trace = merge(parts)
-    begins = [call.begun for call in trace.calls if call.rank == 1]
+    begins = [call.began for call in trace.calls if call.rank == 1]
     true = [
         (each.time / MS + offset) / (1 + drift) * MS for each in parts[1].records if each.kind is Kind.COLLECTIVE_BEGUN
     ]
@@ -262,7 +261,7 @@ def test_ranks_that_take_turns_to_be_last_bound_the_offset() -> None:
 def test_clocks_without_a_common_collective_are_aligned_by_the_wall_clock() -> None:
     here, there = call("alone", 0, 1, 2, 1, process_set=[0]), call("alone", 500, 501, 502, 1, process_set=[1])
     trace = merge([part(0, here), part(1, there, host="b", wall=10**18 - 400 * MS, began=500 * MS)])
-    assert [each.begun for each in trace.calls] == [0, 100 * MS]
+    assert [each.began for each in trace.calls] == [0, 100 * MS]
 
 
 # ── the file and the summary ─────────────────────────────────────────────────────────────────────
@@ -375,7 +374,7 @@ def test_the_directory_of_a_part_may_vanish_while_it_is_created(
 
     removed: list[Path] = []
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    PartWriter(tmp_path / "run.json", PartHeader.of_this_process(0, 1, mark_cycles=False)).end()
+    PartWriter(tmp_path / "run.json", 0, 1).end()
     assert path.exists()
     assert removed
 
@@ -402,7 +401,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_init(tmp_path: Path, monke
 def test_parts_of_an_earlier_and_larger_job_are_not_merged(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     for rank in (0, 1):
-        PartWriter(file, PartHeader.of_this_process(rank, 2, mark_cycles=False)).end()
+        PartWriter(file, rank, 2).end()
     choros.init()
     start_timeline(file)
     stop_timeline()

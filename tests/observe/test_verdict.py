@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from choros.launch.plan.roles import NO_ROLES
-from choros.observe.stragglers import RankProgress, Stragglers
-from choros.observe.verdict import Bottleneck, Goodput, last_lines, verdict_of, verdict_text
+from choros.observe.progress import RankProgress
+from choros.observe.verdict import Bottleneck, Goodput, Stragglers, last_lines, verdict_of, verdict_text
 
 
 def job(*ranks, steps=200, examples=(32,)):

@@ -88,7 +88,7 @@ def case_collectives_that_ranks_ask_for_in_different_orders(tmp_path: Path) -> N
     assert {name for names in named for name in names} >= set(matching_cases.NAMES)
     for collective in found:
         if collective.calls[0].matched is not None:
-            assert max(call.begun for call in collective.calls) <= min(call.matched for call in collective.calls)
+            assert max(call.began for call in collective.calls) <= min(call.matched for call in collective.calls)
     communicator().barrier()
 
 

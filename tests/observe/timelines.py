@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from choros.observe.events import Kind
-from choros.observe.timeline import PartHeader, Record, TimelinePart
+from choros.observe.timeline import Record, TimelinePart
 from choros.trace.files import from_json
 from choros.trace.trace import Trace
 
@@ -27,8 +27,8 @@ def part(
     mark_cycles: bool = False,
 ) -> TimelinePart:
     """The part of a rank, whose host's name is its clock's, too."""
-    header = PartHeader(rank, size, host, host, wall, began, mark_cycles)
-    return TimelinePart(header, tuple(records), records[-1].time if records else began)
+    ended = records[-1].time if records else began
+    return TimelinePart(rank, size, host, host, wall, began, mark_cycles, tuple(records), ended)
 
 
 def record(kind: Kind, name: str, time: float, thread: int = 1, **details: Any) -> Record:

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 from choros.launch.driver.job_record import JobRecord, RankRecord
-from choros.observe.progress import BUCKETS, bucket_of
-from choros.observe.stragglers import RankProgress
-from choros.report.record import WrittenRecord
+from choros.observe.progress import BUCKETS, RankProgress, bucket_of
+from choros.report.page import WrittenRecord
 
 BEGAN = 1_700_000_000.0
 

@@ -14,8 +14,10 @@ from choros import cli
 from choros.errors import ConfigError
 from choros.launch.driver.job_record import RankRecord
 from choros.launch.plan.arguments import Arguments
-from choros.observe.stragglers import RankProgress
+from choros.observe.progress import RankProgress
+from choros.report.cli import read_record
 from choros.report.page import (
+    WrittenRecord,
     collectives_of,
     differences,
     figures_of,
@@ -26,7 +28,6 @@ from choros.report.page import (
     waits,
     write_page,
 )
-from choros.report.record import WrittenRecord, read_record
 from report.records import BEGAN, progress, read, record_of, written
 
 

@@ -10,8 +10,7 @@ import keras
 import numpy as np
 
 import choros.keras as hvd
-from choros.observe.progress import page, read_page
-from choros.observe.stragglers import RankProgress
+from choros.observe.progress import RankProgress, page, read_page
 from choros.training.keras_internals.fit import first_epoch_without_batches
 
 #: Long beside a step, behind which TensorFlow loads the next batch.

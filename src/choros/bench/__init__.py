@@ -2,7 +2,7 @@
 
 ::
 
-    cli ─► allreduce, train, overhead        the contenders, and the work of a trial
+    cli ─► allreduce, train                  the contenders, and the work of a trial
               │
               ▼
              run ─► process_group ─► channel  rounds of trials; a contender's processes; messages to them
@@ -11,7 +11,7 @@
            figures ─► report
 
     cli ─► startup                           processes that live for one trial
-    cli ─► memory ─► resident                ranks that train once, and the peak of their memory
+    cli ─► memory                            ranks that train once, and the peak of their memory
 
 Only ``forecast`` and ``memory``, which print such tables too, import this one.
 """

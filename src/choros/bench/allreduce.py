@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from choros.bench.cases import AllreduceCase, format_bytes, unet_shapes
 from choros.bench.contender import CHOROS, Contender, chorosrun, horovodrun, mpirun, process, torchrun
 from choros.bench.figures import format_ranks, ratios
-from choros.bench.report import ReportRow, Table, compare, fits, grouped
-from choros.bench.run import RunResult
+from choros.bench.report import Row, Table, compare, fits, grouped, model_text
 
 ANY_ARRAY, MEMCPY = "choros, any array", "memcpy"
 DTYPES = ("float32", "float64", "float16", "int32", "int64")
@@ -44,56 +43,51 @@ def cases(sizes: Sequence[int], dtype: str) -> list[AllreduceCase]:
     return [*(AllreduceCase(size, dtype) for size in sizes), *models]
 
 
-def rows(result: RunResult[AllreduceCase], ranks: int) -> list[ReportRow]:
-    """Returns the rows of ``result``, measured on ``ranks`` ranks."""
-    return [
-        ReportRow("grouped" if case.shapes else "allreduce", name, ranks, summary, case.facts)
-        for (case, name), summary in result.summaries.items()
-    ]
+def row(ranks: int, case: AllreduceCase, name: str, summary: Row) -> Row:
+    """Returns the row of a contender."""
+    return {"bench": "grouped" if case.shapes else "allreduce", "peer": name, "ranks": ranks, **summary, **case.facts}
 
 
-def tables(measured: Sequence[ReportRow]) -> list[Table]:
+def tables(measured: Sequence[Row]) -> list[Table]:
     """Returns two tables for each number of ranks in ``measured``, with derived figures as notes."""
     made: list[Table] = []
-    numbers = sorted({row.ranks for row in measured})
+    numbers = sorted({row["ranks"] for row in measured})
     for ranks in numbers:
-        here = [row for row in measured if row.ranks == ranks]
-        title = f"allreduce of {here[0].facts['dtype']}, {format_ranks(ranks)}"
-        arrays = [row for row in here if row.bench == "allreduce"]
+        here = [row for row in measured if row["ranks"] == ranks]
+        title = f"allreduce of {here[0]['dtype']}, {format_ranks(ranks)}"
+        arrays = [row for row in here if row["bench"] == "allreduce"]
         single = grouped(arrays, _size)
-        gradients = grouped([row for row in here if row.bench == "grouped"], _model)
+        gradients = grouped([row for row in here if row["bench"] == "grouped"], _model)
         fractions = [line for label, section in single for line in _fraction(label, section)]
         costs = [line for label, section in gradients for line in _grouped_cost(label, section)]
-        models = [
-            f"α-β model of choros: α = {model.alpha_s * 1e6:.3g} µs a message, β = {model.beta_s * 1e9:.3g} ns a byte"
-            for model in fits(arrays)
-        ]
+        models = [f"α-β model of choros: {model_text(each, ' a message', ' a byte')}" for each in fits(arrays).values()]
         made.append(compare(title, single, notes=[*fractions, *models]))
         made.append(compare(f"grouped {title}", gradients, notes=[*costs, *(_NOTES if ranks == numbers[-1] else ())]))
     return made
 
 
-def _size(row: ReportRow) -> str:
-    return format_bytes(row.facts["bytes"])
+def _size(row: Row) -> str:
+    return format_bytes(row["bytes"])
 
 
-def _model(row: ReportRow) -> str:
-    return f"{row.facts['model']}: {row.facts['arrays']} gradients, {_size(row)}"
+def _model(row: Row) -> str:
+    return f"{row['model']}: {row['arrays']} gradients, {_size(row)}"
 
 
-def _fraction(label: str, section: Sequence[ReportRow]) -> list[str]:
+def _fraction(label: str, section: Sequence[Row]) -> list[str]:
     """Returns choros' speed as a fraction of a memcpy's, if the size is bound by bandwidth."""
-    found = {row.peer: row.summary for row in section}
-    if CHOROS not in found or MEMCPY not in found or section[0].facts["bytes"] < _BANDWIDTH_BOUND_BYTES:
-        return []
-    best, median, _ = ratios(found[MEMCPY], found[CHOROS])
-    return [f"{label}: {best:.0%} of a memcpy's speed (median {median:.0%})"]
+    text = label + ": {:.0%} of a memcpy's speed (median {:.0%})"
+    return _against(section, MEMCPY, CHOROS, text) if section[0]["bytes"] >= _BANDWIDTH_BOUND_BYTES else []
 
 
-def _grouped_cost(label: str, section: Sequence[ReportRow]) -> list[str]:
+def _grouped_cost(label: str, section: Sequence[Row]) -> list[str]:
     """Returns the cost of many arrays relative to one array of the same bytes."""
-    found = {row.peer: row.summary for row in section}
-    if CHOROS not in found or ANY_ARRAY not in found:
-        return []
-    best, median, _ = ratios(found[CHOROS], found[ANY_ARRAY])
-    return [f"{label}: {best:.2f} times one allreduce of the same bytes (median {median:.2f})"]
+    return _against(
+        section, CHOROS, ANY_ARRAY, label + ": {:.2f} times one allreduce of the same bytes (median {:.2f})"
+    )
+
+
+def _against(section: Sequence[Row], one: str, other: str, text: str) -> list[str]:
+    """Returns a text with how the best and the median of one contender are to another's, if both were measured."""
+    found = {row["peer"]: row for row in section}
+    return [text.format(*ratios(found[one], found[other]))] if {one, other} <= found.keys() else []

@@ -6,7 +6,7 @@
       listens on a Unix socket
       starts chorosrun, mpirun, … ─────► connects                        connects       (1)
       ◄──────────── None ───────────────────────────────────────────────────
-      ───────────── what its Barrier takes: file, rank, processes ────────►             (2)
+      ───────────── of its barrier: file, rank, processes ──────────────►             (2)
                                          imports, joins its job          likewise
       ◄──────────── None ─────────────────────────────────────────────────              (3)
       ───────────── a case, the number of runs, the units of each ────────►             (4)
@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from choros import durations
 from choros.bench.figures import Timing
@@ -41,6 +41,8 @@ ADDRESS, KEY = "CHOROS_BENCH_ADDRESS", "CHOROS_BENCH_KEY"
 COORDINATOR, PROCESS = "choros bench", "a process of a contender"
 
 _CACHE_LINE = 8  # 64-bit words
+#: What each process has in the file of the barrier.
+BARRIER_BYTES = 8 * _CACHE_LINE
 #: There may be more processes than cores, which those that yield for long may keep (``comm/engines/mpi_tuning.py``).
 _SPINS_BEFORE_YIELDING, _SPINS_BEFORE_SLEEPING = 200, 2000
 
@@ -60,27 +62,17 @@ class Task:
 Prepare = Callable[[Any], Task]
 
 
-@final
-class Barrier:
-    """A barrier for a contender's processes: a counter for each, in a file, initially zeros, that all map."""
+def barrier_of(file: Path, rank: int, processes: int) -> Callable[[], None]:
+    """Returns what blocks until all processes have called it; they map a file with a counter for each, at first 0."""
+    with file.open("r+b") as opened:
+        counters = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
+    mine = rank * _CACHE_LINE
+    others = [other * _CACHE_LINE for other in range(processes) if other != rank]
 
-    def __init__(self, file: Path, rank: int, processes: int) -> None:
-        with file.open("r+b") as opened:
-            self._counters = memoryview(mmap.mmap(opened.fileno(), self.size(processes))).cast("q")
-        self._mine = rank * _CACHE_LINE
-        self._others = [other * _CACHE_LINE for other in range(processes) if other != rank]
-
-    @staticmethod
-    def size(processes: int) -> int:
-        """Returns the size of the file in bytes."""
-        return processes * _CACHE_LINE * 8
-
-    def wait(self) -> None:
-        """Blocks until every process has called it."""
-        counters, reached = self._counters, self._counters[self._mine] + 1
-        counters[self._mine] = reached
+    def wait() -> None:
+        counters[mine] = reached = counters[mine] + 1
         deadline = time.monotonic() + durations.BENCH_BARRIER
-        for other in self._others:
+        for other in others:
             spins = 0
             while counters[other] < reached:
                 spins += 1
@@ -94,6 +86,8 @@ class Barrier:
                             f"{durations.BENCH_BARRIER:.0f} s"
                         )
 
+    return wait
+
 
 def serve(join: Callable[[], Prepare]) -> None:
     """Runs a process of a contender: joins its job, then serves the coordinator's orders."""
@@ -102,7 +96,7 @@ def serve(join: Callable[[], Prepare]) -> None:
         coordinator.send(None)
         place = coordinator.receive()
         prepare = join()
-        barrier = Barrier(*place)
+        barrier = barrier_of(*place)
         coordinator.send(None)
         _serve_orders(coordinator, prepare, barrier)
     except ChannelClosed:  # the coordinator has ended
@@ -125,7 +119,7 @@ def _connect() -> Channel:
     return connect(os.environ[ADDRESS], key, PROCESS, COORDINATOR, durations.BENCH_CONNECT)
 
 
-def _serve_orders(coordinator: Channel, prepare: Prepare, barrier: Barrier) -> None:
+def _serve_orders(coordinator: Channel, prepare: Prepare, barrier: Callable[[], None]) -> None:
     case: Any = None
     task: Any = None
     while (order := coordinator.receive()) is not None:
@@ -140,17 +134,17 @@ def _serve_orders(coordinator: Channel, prepare: Prepare, barrier: Barrier) -> N
         coordinator.send(timing)
 
 
-def _measure(task: Task, runs: int, units: int, barrier: Barrier) -> Timing:
+def _measure(task: Task, runs: int, units: int, barrier: Callable[[], None]) -> Timing:
     begins, ends, cpu = [], [], 0.0
     for _ in range(runs):
         task.before()
-        barrier.wait()
+        barrier()
         used = _cpu_seconds()
         begins.append(time.perf_counter())
         task.run(units)
         ends.append(time.perf_counter())
         cpu += _cpu_seconds() - used
-    return Timing(tuple(begins), tuple(ends), cpu)
+    return begins, ends, cpu
 
 
 def _cpu_seconds() -> float:

@@ -1,7 +1,7 @@
 """The ``choros bench`` command: parses arguments and prints; the other modules of this package do the work."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,14 @@ import click
 from choros import durations
 from choros.bench import allreduce as sums
 from choros.bench import memory as needs
-from choros.bench import overhead as costs
 from choros.bench import startup
 from choros.bench import train as training
 from choros.bench.cases import BATCHES, parse_ranks, parse_sizes
-from choros.bench.contender import CHOROS, check_names, chosen
+from choros.bench.contender import CHOROS, check_names
 from choros.bench.figures import format_ranks
-from choros.bench.report import check_writable, plot_rows, plot_sizes, show, write_json
+from choros.bench.report import FILE, check_writable, compare, plot_rows, plot_sizes, show, write_json
 from choros.bench.run import Effort
-from choros.bench.session import ENOUGH_ROUNDS, BenchSession, Progress, machine, machine_text
+from choros.bench.session import ENOUGH_ROUNDS, BenchSession, machine, machine_text, progress
 
 _SIZES = "4KiB,256KiB,4MiB,16MiB,64MiB"
 _SIZES_HELP = "Sizes of the array. 1MiB..256MiB: all sizes between these two, in steps of a factor of four."
@@ -45,7 +44,7 @@ Exit codes:
   2         invalid arguments
   130, 143  ended by Ctrl-C, by SIGTERM; all started processes are ended, too
 """
-_JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+_JSON = click.option("--json", "json_file", type=FILE, metavar="FILE",
                      help="Also write all figures, with a description of the machine, to this file.")  # fmt: skip
 
 
@@ -59,7 +58,7 @@ def _with_common(seconds: float | None) -> Callable[[Callable[..., int]], Callab
         click.option("--only", multiple=True, metavar="NAME",
                      help="Measure only choros and this contender, named as in the tables; may be given more than "
                      "once."),
-        click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png",
+        click.option("--plot", type=FILE, metavar="FILE.png",
                      help="Also plot the figures to this file."),
         _JSON,
     )  # fmt: skip
@@ -111,12 +110,10 @@ def allreduce(sizes: str, dtype: str, ranks: str, session: BenchSession) -> int:
     effort = Effort(session.rounds, session.burst, many_runs=True)
     wanted, numbers = parse_sizes(sizes), parse_ranks("--ranks", ranks)
     check_names(session.only, [each.name for each in sums.CONTENDERS])
-    contenders = chosen(sums.CONTENDERS, session.only)
     with session:
         for number in numbers:
-            result = session.run(contenders, sums.cases(wanted, dtype), number, effort)
-            session.rows += sums.rows(result, number)
-    singles = [row for row in session.rows if row.bench == "allreduce"]
+            session.run(sums.CONTENDERS, sums.cases(wanted, dtype), number, effort, partial(sums.row, number))
+    singles = [row for row in session.rows if row["bench"] == "allreduce"]
     return session.report(sums.tables(session.rows), lambda path: plot_sizes(singles, path, session.machine["cores"]))
 
 
@@ -149,14 +146,14 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, sessio
     wanted = training.frameworks(framework)
     contenders = {name: training.CONTENDERS[name] for name in wanted}
     check_names(session.only, [each.name for group in contenders.values() for each in group])
+    cases = training.cases(model, batch_size)
     with session:
         for name, group in contenders.items():
-            result = session.run(
-                chosen(group, session.only), training.cases(model, batch_size), ranks, effort, f"{name}: "
-            )
-            session.rows += training.rows("train", result, name, ranks)
+            row = partial(training.row, "train", name, ranks)
+            session.run(group, cases, ranks, effort, row, f"{name}: ")
     title, sections = f"training step, {format_ranks(ranks)}", training.sections(session.rows)
-    return session.report([training.table(title, sections)], lambda path: plot_rows(sections, path, title))
+    table = compare(title, sections, throughput=True, notes=training.NOTES)
+    return session.report([table], lambda path: plot_rows(sections, path, title))
 
 
 @bench.command(epilog=_EPILOG)
@@ -185,19 +182,16 @@ def overhead(framework: str, model: str, batch_size: int | None, starts: int, se
       choros bench overhead --only "choros, elastic" --only "choros, again" --rounds 8 --starts 8
     """
     effort = Effort(session.rounds, session.burst, many_runs=False, starts=starts)
-    check_names(session.only, [each.name for each in costs.CONTENDERS])
-    wanted = training.frameworks(framework)
+    check_names(session.only, [each.name for each in training.OVERHEAD])
+    wanted, cases = training.frameworks(framework), training.cases(model, batch_size)
     with session:
         for name in wanted:
-            contenders = training.of(name, *chosen(costs.CONTENDERS, session.only))
-            result = session.run(contenders, training.cases(model, batch_size), 2, effort, f"{name}: ")
-            session.rows += training.rows("overhead", result, name, 2, costs.PEERS)
+            contenders = training.of(name, *training.OVERHEAD)
+            session.run(contenders, cases, 2, effort, partial(training.row, "overhead", name, 2), f"{name}: ")
         brief = Effort(session.rounds, durations.BENCH_CALLS, many_runs=True)
-        parts = session.run(chosen(costs.PARTS_CONTENDERS, session.only), costs.PARTS, 2, brief)
-        session.rows += costs.part_rows(parts)
-    steps = [row for row in session.rows if "framework" in row.facts]
-    title = "training step, 1 and 2 ranks"
-    return session.report(costs.tables(session.rows), lambda path: plot_rows(training.sections(steps), path, title))
+        session.run(training.OVERHEAD_OF_PARTS, training.PARTS, 2, brief, training.part_row)
+    title, sections = "training step, 1 and 2 ranks", training.sections(session.rows)
+    return session.report(training.overhead_tables(title, session.rows), lambda path: plot_rows(sections, path, title))
 
 
 @bench.command(epilog=_EPILOG)
@@ -216,9 +210,11 @@ def start(ranks: int, session: BenchSession) -> int:
     check_names(session.only, names)
     wanted = (CHOROS, *session.only) if session.only else names
     with session:
-        session.rows += startup.rows(session.run_starts(wanted, ranks), ranks)
+        session.run_starts(wanted, ranks, partial(startup.row, ranks))
     title, sections = f"start to end, {format_ranks(ranks)}", startup.sections(session.rows)
-    return session.report([startup.table(title, sections)], lambda path: plot_rows(sections, path, title))
+    return session.report(
+        [compare(title, sections, notes=startup.NOTES)], lambda path: plot_rows(sections, path, title)
+    )
 
 
 @bench.command(epilog=_MEMORY_EPILOG)
@@ -243,8 +239,8 @@ def memory(framework: str, parameters: int, ranks: int, json_file: Path | None) 
     """
     check_writable("--json", json_file)
     wanted = training.frameworks(framework)
-    with Progress() as progress:
-        rows, failed = needs.measure_all(wanted, ranks, parameters, progress.show)
+    with progress() as show_progress:
+        rows, failed = needs.measure_all(wanted, ranks, parameters, show_progress)
     if rows:
         show(needs.table(rows))
         click.echo()
@@ -252,5 +248,5 @@ def memory(framework: str, parameters: int, ranks: int, json_file: Path | None) 
         click.echo(f"failed: {each}")
     described = machine()
     click.echo(f"machine: {machine_text(described)}")
-    write_json(json_file, {"machine": described, "rows": [row.as_json() for row in rows]})
+    write_json(json_file, {"machine": described, "rows": rows})
     return 1 if failed else 0

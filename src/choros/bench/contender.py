@@ -3,7 +3,6 @@ that users would not have. What chorosrun sets is part of choros; ``mpi4py prepa
 how much that contributes.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from choros.frameworks import is_installed
 from choros.launch.driver.machine import detect_mpirun, version_of
 from choros.launch.plan.cores import physical_cores
 from choros.launch.plan.mpi_implementations import OPEN_MPI_4, OPEN_MPI_5
+from choros.topology import TF_CONFIG, TFConfig
 from choros.transport.address import free_ports
 
 #: The name of choros' own contender: the baseline of all ratios.
@@ -136,48 +136,30 @@ def horovodrun(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     return [LaunchCommand(("horovodrun", "-np", str(ranks), sys.executable, *program))]
 
 
+def plain(program: Sequence[str], *environs: Mapping[str, str]) -> list[LaunchCommand]:
+    """A process of Python for each of the ``environs``."""
+    return [LaunchCommand((sys.executable, *program), environ) for environ in environs]
+
+
 def logical_cpus(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """One process, whose last argument is the number of devices into which it divides the CPU."""
-    return [LaunchCommand((sys.executable, *program, str(ranks)))]
+    return plain([*program, str(ranks)], {})
 
 
 def xla_devices(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """One process in which XLA divides the CPU into ``ranks`` devices."""
-    return [LaunchCommand((sys.executable, *program), {"XLA_FLAGS": f"--xla_force_host_platform_device_count={ranks}"})]
+    return plain(program, {"XLA_FLAGS": f"--xla_force_host_platform_device_count={ranks}"})
 
 
 def tf_cluster(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """One process for each rank, with the cluster in ``TF_CONFIG``."""
-    return _tf_cluster_at(free_ports(ranks), program)
-
-
-def _tf_cluster_at(ports: Sequence[int], program: Sequence[str]) -> list[LaunchCommand]:
-    """Returns the processes of a cluster on these ports.
-
-    >>> _tf_cluster_at([1, 2], ["-m", "program"])[1].environ["TF_CONFIG"]
-    '{"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 1}}'
-    """
-    cluster = {"worker": [f"{_LOCALHOST}:{port}" for port in ports]}
-    return [
-        LaunchCommand(
-            (sys.executable, *program),
-            {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})},
-        )
-        for index in range(len(ports))
-    ]
+    cluster = {"worker": [f"{_LOCALHOST}:{port}" for port in free_ports(ranks)]}
+    return plain(program, *({TF_CONFIG: TFConfig.of(cluster, "worker", rank).text()} for rank in range(ranks)))
 
 
 def jax_cluster(ranks: int, program: Sequence[str]) -> list[LaunchCommand]:
     """One process for each rank, with the variables that ``keras.distribution.initialize`` reads."""
     (port,) = free_ports(1)
-    return [
-        LaunchCommand(
-            (sys.executable, *program),
-            {
-                "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"{_LOCALHOST}:{port}",
-                "KERAS_DISTRIBUTION_NUM_PROCESSES": str(ranks),
-                "KERAS_DISTRIBUTION_PROCESS_ID": str(rank),
-            },
-        )
-        for rank in range(ranks)
-    ]
+    prefix = "KERAS_DISTRIBUTION_"
+    job = {f"{prefix}JOB_ADDRESSES": f"{_LOCALHOST}:{port}", f"{prefix}NUM_PROCESSES": str(ranks)}
+    return plain(program, *({**job, f"{prefix}PROCESS_ID": str(rank)} for rank in range(ranks)))

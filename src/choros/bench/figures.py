@@ -2,19 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Timing:
-    """A process's runs in a trial, by a clock that all share; ``cpu_s`` includes its ended children."""
-
-    begins: tuple[float, ...]
-    ends: tuple[float, ...]
-    cpu_s: float
+#: Of a process in a trial: when its runs began and ended, by a clock that all share, and its CPU time, with that of its
+#: ended children.
+Timing = tuple[Sequence[float], Sequence[float], float]
 
 
 @dataclass(frozen=True)
@@ -25,45 +20,36 @@ class Trial:
     cpu_s: float
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The best, the median and the median CPU time of a contender's rounds, in seconds for one unit of work."""
-
-    best_s: float
-    median_s: float
-    cpu_s: float
-
-
 def trial_of(timings: Sequence[Timing], units: int) -> Trial:
     """Returns the times of a trial; a run lasts from the last process's start, without the barrier's skew, to the end.
 
-    >>> trial_of([Timing((0.0,), (4.0,), 4.0), Timing((1.0,), (5.0,), 2.0)], units=2)
+    >>> trial_of([([0.0], [4.0], 4.0), ([1.0], [5.0], 2.0)], units=2)
     Trial(seconds=2.0, cpu_s=3.0)
     """
-    begins = map(max, zip(*(timing.begins for timing in timings), strict=True))
-    ends = map(max, zip(*(timing.ends for timing in timings), strict=True))
-    runs = [end - begin for begin, end in zip(begins, ends, strict=True)]
-    return Trial(statistics.fmean(runs) / units, sum(timing.cpu_s for timing in timings) / (len(runs) * units))
+    begins, ends, cpu = zip(*timings, strict=True)
+    pairs = zip(zip(*begins, strict=True), zip(*ends, strict=True), strict=True)
+    runs = [max(ended) - max(began) for began, ended in pairs]
+    return Trial(statistics.fmean(runs) / units, sum(cpu) / (len(runs) * units))
 
 
-def summarise(trials: Sequence[Trial]) -> Summary:
-    """Returns the best and the median of a contender's ``trials``.
+def summarise(trials: Sequence[Trial]) -> dict[str, float]:
+    """Returns the best, the median and the median CPU time of a contender's rounds.
 
     >>> summarise([Trial(3.0, 1.0), Trial(1.0, 2.0), Trial(8.0, 6.0)])
-    Summary(best_s=1.0, median_s=3.0, cpu_s=2.0)
+    {'best_s': 1.0, 'median_s': 3.0, 'cpu_s': 2.0}
     """
-    seconds = [trial.seconds for trial in trials]
-    return Summary(min(seconds), statistics.median(seconds), statistics.median(trial.cpu_s for trial in trials))
+    seconds, cpu = [trial.seconds for trial in trials], [trial.cpu_s for trial in trials]
+    return {"best_s": min(seconds), "median_s": statistics.median(seconds), "cpu_s": statistics.median(cpu)}
 
 
-def ratios(peer: Summary, ours: Summary) -> tuple[float, float, float]:
+def ratios(peer: Mapping[str, float], ours: Mapping[str, float]) -> tuple[float, float, float]:
     """Returns the peer's best, median and CPU time divided by ours: above 1, ours is less.
 
-    >>> ratios(Summary(2.0, 6.0, 1.0), Summary(1.0, 2.0, 2.0))
+    >>> ratios({"best_s": 2.0, "median_s": 6.0, "cpu_s": 1.0}, {"best_s": 1.0, "median_s": 2.0, "cpu_s": 2.0})
     (2.0, 3.0, 0.5)
     """
-    cpu = peer.cpu_s / ours.cpu_s if ours.cpu_s else float("nan")  # the resolution of CPU time may be coarse
-    return peer.best_s / ours.best_s, peer.median_s / ours.median_s, cpu
+    cpu = peer["cpu_s"] / ours["cpu_s"] if ours["cpu_s"] else float("nan")  # the resolution of CPU time may be coarse
+    return peer["best_s"] / ours["best_s"], peer["median_s"] / ours["median_s"], cpu
 
 
 def format_ranks(ranks: int) -> str:
@@ -84,49 +70,34 @@ def format_seconds(seconds: float) -> str:
     raise AssertionError
 
 
-@dataclass(frozen=True)
-class AlphaBeta:
-    """The α-β model of an allreduce of n bytes by p ranks, 2 or more, ``T(n) = 2·lg p·α + 2·(p−1)/p·n·β``: the latency
-    of recursive halving and doubling, and the fewest bytes that any algorithm must move (Rabenseifner 2004; Thakur,
+#: α and β of a model of collectives: the seconds of a message, and those of a byte.
+AlphaBeta = tuple[float, float]
+
+
+def allreduce_terms(ranks: int, size: float) -> AlphaBeta:
+    """Returns how often α and β are in the time of an allreduce of ``size`` bytes by 2 ranks or more: the latency of
+    recursive halving and doubling, and the fewest bytes that any algorithm must move (Rabenseifner 2004; Thakur,
     Rabenseifner and Gropp 2005; Patarasuk and Yuan 2009). β includes arithmetic.
 
-    >>> AlphaBeta(ranks=4, alpha_s=1e-6, beta_s=1e-9).seconds(1000)
-    5.5e-06
+    >>> allreduce_terms(ranks=4, size=1000)
+    (4.0, 1500.0)
     """
-
-    ranks: int
-    alpha_s: float
-    beta_s: float
-
-    def seconds(self, size: float) -> float:
-        """Returns the time of an allreduce of ``size`` bytes."""
-        per_message, per_byte = _coefficients(self.ranks, size)
-        return per_message * self.alpha_s + per_byte * self.beta_s
-
-
-def _coefficients(ranks: int, size: float) -> tuple[float, float]:
     return 2 * math.log2(ranks), 2 * (ranks - 1) / ranks * size
 
 
-def fit(ranks: int, sizes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta | None:
-    """Returns the best fit by *relative* error: sizes span orders of magnitude; ``None`` for one rank or one size.
+def fit(terms: Sequence[AlphaBeta], seconds: Sequence[float]) -> AlphaBeta | None:
+    """Returns α and β, neither negative, with which the ``terms`` give ``seconds`` best, by least squares of *relative*
+    errors: sizes span orders of magnitude; ``None`` if there are not two kinds of terms.
 
-    >>> truth = AlphaBeta(2, 1e-5, 1e-9)
-    >>> fitted = fit(2, [2**10, 2**20, 2**26], [truth.seconds(n) for n in (2**10, 2**20, 2**26)])
-    >>> round(fitted.alpha_s * 1e6, 3), round(fitted.beta_s * 1e9, 3)
+    >>> terms = [allreduce_terms(2, size) for size in (2**10, 2**20, 2**26)]
+    >>> alpha, beta = fit(terms, [1e-5 * messages + 1e-9 * size for messages, size in terms])
+    >>> round(alpha * 1e6, 3), round(beta * 1e9, 3)
     (10.0, 1.0)
     """
-    if ranks < 2 or len(sizes) < 2:
+    if len(set(terms)) < 2:
         return None
-    return AlphaBeta(ranks, *nearest([_coefficients(ranks, size) for size in sizes], seconds))
-
-
-def nearest(coefficients: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Returns α and β, neither negative, for which the sums of their products with each row of ``coefficients`` are
-    nearest to ``seconds``, by least squares of *relative* errors.
-    """
     times = np.asarray(seconds, np.float64)
-    matrix = np.array(coefficients) / times[:, None]
+    matrix = np.array(terms) / times[:, None]
     solution = np.linalg.lstsq(matrix, np.ones(len(times)), rcond=None)[0]  # as NumPy 2 does without it
     if solution.min() < 0:  # fit one alone: β, unless only α is positive
         kept = 0 if solution[0] > 0 else 1

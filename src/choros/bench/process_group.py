@@ -7,10 +7,12 @@ import os
 import queue
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any, final
 import psutil
 
 from choros import durations
-from choros.bench.channel import ADDRESS, COORDINATOR, KEY, Barrier
+from choros.bench.channel import ADDRESS, BARRIER_BYTES, COORDINATOR, KEY
 from choros.bench.contender import Contender, ContenderFailed, LaunchCommand
 from choros.bench.figures import Trial, trial_of
 from choros.launch.processes import process_tree
@@ -67,7 +69,7 @@ class ProcessGroup:
         finally:
             listener.close()
         barrier = self._directory / "barrier"
-        barrier.write_bytes(bytes(Barrier.size(self._size)))
+        barrier.write_bytes(bytes(BARRIER_BYTES * self._size))
         self._send((barrier, rank, self._size) for rank in range(self._size))
         self._answers(durations.BENCH_START)
         self._record_process_tree()
@@ -155,7 +157,7 @@ class ProcessGroup:
     def _reason_of_exit(self) -> str:
         self._wait(1.0)
         codes = {process.poll() for process in self._started}
-        return reason_in(self._log.read_text(errors="replace"), f"exit codes {sorted(map(str, codes))}")
+        return _reason_in(self._log.read_bytes(), f"exit codes {sorted(map(str, codes))}")
 
     def _record_process_tree(self) -> None:
         """Records the descendants of the processes: when a launcher dies, its ranks cannot be found otherwise."""
@@ -178,31 +180,37 @@ def _with_path(argv: Sequence[str]) -> list[str]:
     return [path, *argv[1:]]
 
 
-def run_to_end(command: LaunchCommand, seconds: float, environ: Mapping[str, str] = {}) -> None:
+def run_to_end(command: LaunchCommand, seconds: float | None = None) -> None:
     """Runs ``command``, which ends with this process; raises ``ContenderFailed`` if it fails, or lasts longer."""
-    try:
-        with subprocess.Popen(
-            command.argv,
-            env={**os.environ, **command.environ, **environ},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            preexec_fn=partial(process_tree.die_with_parent, os.getpid()),
-        ) as started:
+    with tempfile.TemporaryFile() as output:
+        try:
+            started = subprocess.Popen(
+                command.argv,
+                env={**os.environ, **command.environ},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=partial(process_tree.die_with_parent, os.getpid()),
+            )
             try:
-                output, _ = started.communicate(timeout=seconds)
-            except BaseException:
-                started.terminate()  # a launcher ends its ranks
-                raise
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ContenderFailed(str(error)) from error
-    if started.returncode != 0:
-        raise ContenderFailed(reason_in(output.decode(errors="replace"), f"exit code {started.returncode}"))
+                started.wait(seconds)
+            finally:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    started.terminate()  # a launcher ends its ranks
+                    started.wait(durations.BENCH_CLEANUP)
+                process_tree.signal_group(started.pid, signal.SIGKILL)  # what a script has started, too
+                started.wait()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ContenderFailed(str(error)) from error
+        output.seek(0)
+        if started.returncode != 0:
+            raise ContenderFailed(_reason_in(output.read(), f"exit code {started.returncode}"))
 
 
-def reason_in(output: str, codes: str) -> str:
+def _reason_in(output: bytes, codes: str) -> str:
     """Returns why a process has ended: its last line of output with "error", or else the last line."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
     of_errors = [line for line in lines if "rror" in line]
     return _shortened((of_errors or lines or [f"ended with {codes} and without output"])[-1])
 

@@ -4,41 +4,29 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import click
+import numpy as np
+
 from choros.bench.cases import format_bytes
 from choros.bench.contender import CHOROS
-from choros.bench.figures import AlphaBeta, Summary, fit, format_ranks, format_seconds, ratios
+from choros.bench.figures import AlphaBeta, allreduce_terms, fit, format_ranks, format_seconds, ratios
 from choros.durable import is_special, unfinished
 from choros.errors import ConfigError
 from choros.frameworks import is_installed
 from choros.observe.verdict import aligned
 
 T = TypeVar("T")
+#: The type of options that name a file.
+FILE = click.Path(dir_okay=False, path_type=Path)
+#: One contender's figures for one case, in seconds per allreduce or step, as the JSON file has them (docs/bench.md).
+Row = Mapping[str, Any]
 _MEASURED = ("best", "median", "CPU")
 _RATIOS = ("best÷", "median÷", "CPU÷")
-
-
-@dataclass(frozen=True)
-class ReportRow:
-    """One contender's figures for one case, in seconds per allreduce or step; ``facts``: the row's other keys."""
-
-    bench: str
-    peer: str
-    ranks: int
-    summary: Summary
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the row of the JSON file.
-
-        >>> ReportRow("train", "choros", 2, Summary(1.0, 2.0, 3.0), {"batch": 8}).as_json()
-        {'bench': 'train', 'peer': 'choros', 'ranks': 2, 'best_s': 1.0, 'median_s': 2.0, 'cpu_s': 3.0, 'batch': 8}
-        """
-        return {"bench": self.bench, "peer": self.peer, "ranks": self.ranks, **asdict(self.summary), **self.facts}
 
 
 def grouped(rows: Iterable[T], label: Callable[[T], str]) -> list[tuple[str, list[T]]]:
@@ -61,7 +49,7 @@ class Table:
 
 def compare(
     title: str,
-    sections: Sequence[tuple[str, Sequence[ReportRow]]],
+    sections: Sequence[tuple[str, Sequence[Row]]],
     *,
     throughput: bool = False,
     notes: Sequence[str] = (),
@@ -71,21 +59,26 @@ def compare(
     return Table(title, columns, [(label, _cells(rows, throughput)) for label, rows in sections], notes)
 
 
-def _cells(rows: Sequence[ReportRow], throughput: bool) -> list[tuple[str, ...]]:
-    ours = next((row.summary for row in rows if row.peer == CHOROS), None)
+def _cells(rows: Sequence[Row], throughput: bool) -> list[tuple[str, ...]]:
+    ours = next((row for row in rows if row["peer"] == CHOROS), None)
     cells: list[tuple[str, ...]] = []
     for row in rows:
-        speed = (f"{row.facts['images_per_s']:,.0f}",) if throughput else ()
+        speed = (images_per_s(row),) if throughput else ()
         relative = ["", "", ""]
-        if ours is not None and row.peer != CHOROS:
-            relative = [f"{ratio:.2f}" for ratio in ratios(row.summary, ours)]
-        cells.append((row.peer, *speed, *seconds_of(row.summary), *relative))
+        if ours is not None and row["peer"] != CHOROS:
+            relative = [f"{ratio:.2f}" for ratio in ratios(row, ours)]
+        cells.append((row["peer"], *speed, *seconds_of(row), *relative))
     return cells
 
 
-def seconds_of(summary: Summary) -> tuple[str, str, str]:
-    """Returns the cells of a summary."""
-    return format_seconds(summary.best_s), format_seconds(summary.median_s), format_seconds(summary.cpu_s)
+def seconds_of(row: Row) -> tuple[str, str, str]:
+    """Returns the cells of the seconds."""
+    return format_seconds(row["best_s"]), format_seconds(row["median_s"]), format_seconds(row["cpu_s"])
+
+
+def images_per_s(row: Row) -> str:
+    """Returns the cell of the speed."""
+    return f"{row['images_per_s']:,.0f}"
 
 
 def plain_text(table: Table) -> str:
@@ -160,9 +153,19 @@ def check_files(plot: Path | None, json_file: Path | None) -> None:
         raise ConfigError(f"--plot {plot}: the name of a picture ends in one of .{', .'.join(endings)}.")
 
 
-def fits(rows: Sequence[ReportRow]) -> list[AlphaBeta]:
-    """Returns the fitted α-β model of choros' allreduce for each number of ranks, 2 or more."""
-    return [model for ranks, sizes, seconds in _series(rows, CHOROS) if (model := fit(ranks, sizes, seconds))]
+def fits(rows: Sequence[Row]) -> dict[int, AlphaBeta]:
+    """Returns α and β of choros' allreduce for each number of ranks, 2 or more."""
+    series = {ranks: ([allreduce_terms(ranks, n) for n in sizes], took) for ranks, sizes, took in _series(rows, CHOROS)}
+    return {ranks: model for ranks, (terms, took) in series.items() if (model := fit(terms, took))}
+
+
+def model_text(model: AlphaBeta, message: str, byte: str) -> str:
+    """Formats α and β, with the names of what they are the times of.
+
+    >>> model_text((2.5e-6, 1e-9), " a message", " a byte")
+    'α = 2.5 µs a message, β = 1 ns a byte'
+    """
+    return f"α = {model[0] * 1e6:.3g} µs{message}, β = {model[1] * 1e9:.3g} ns{byte}"
 
 
 def scaling_title(ranks: Sequence[int], cores: int) -> str:
@@ -176,61 +179,62 @@ def scaling_title(ranks: Sequence[int], cores: int) -> str:
     return f"allreduce by {CHOROS}{share}"
 
 
-def plot_sizes(rows: Sequence[ReportRow], path: Path, cores: int) -> None:
+def plot_sizes(rows: Sequence[Row], path: Path, cores: int) -> None:
     """Plots time against bytes: for one number of ranks all contenders, for several choros and the fitted models."""
     figure, axes = new_figure()
-    numbers = sorted({row.ranks for row in rows})
+    numbers = sorted({row["ranks"] for row in rows})
     if len(numbers) == 1:
-        for peer in dict.fromkeys(row.peer for row in rows):
+        for peer in dict.fromkeys(row["peer"] for row in rows):
             for _, sizes, seconds in _series(rows, peer):
                 axes.plot(sizes, seconds, marker="o", linewidth=2.5 if peer == CHOROS else 1, label=peer)
         axes.set_title(f"allreduce, {numbers[0]} ranks, best rounds")
     else:
-        models = {model.ranks: model for model in fits(rows)}
+        models = fits(rows)
         for ranks, sizes, seconds in _series(rows, CHOROS):
             (points,) = axes.plot(sizes, seconds, "o", label=format_ranks(ranks))
             if model := models.get(ranks):
-                label = f"  α = {model.alpha_s * 1e6:.3g} µs, β = {model.beta_s * 1e9:.3g} ns/byte"
-                axes.plot(sizes, [model.seconds(size) for size in sizes], color=points.get_color(), label=label)
+                line = np.array([allreduce_terms(ranks, size) for size in sizes]) @ model
+                axes.plot(sizes, line, color=points.get_color(), label=f"  {model_text(model, '', '/byte')}")
         axes.set_title(scaling_title(numbers, cores))
         axes.text(0.98, 0.02, "lines: T = 2 lg p α + 2 (p−1)/p n β", transform=axes.transAxes, ha="right")
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
-    ticks = sorted({row.facts["bytes"] for row in rows})
-    axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks], rotation=45)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
+    axes.set(yscale="log", xlabel="bytes", ylabel="seconds")
+    save(figure, path, {row["bytes"]: format_bytes(row["bytes"]) for row in rows}, rotation=45)
+
+
+def save(figure: Any, path: Path, ticks: Mapping[int, str] = {}, rotation: int = 0) -> None:
+    """Writes a figure with a legend, and these ``ticks`` on a logarithmic axis; the name's ending is the format."""
+    (axes,) = figure.axes
+    if ticks:
+        axes.set_xscale("log")
+        axes.set_xticks(sorted(ticks), [ticks[each] for each in sorted(ticks)], rotation=rotation)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    """Writes a figure, in the format that the name's ending says."""
     with unfinished(path) as name:
         figure.savefig(name, dpi=150)
 
 
-def plot_rows(sections: Sequence[tuple[str, Sequence[ReportRow]]], path: Path, title: str) -> None:
+def plot_rows(sections: Sequence[tuple[str, Sequence[Row]]], path: Path, title: str) -> None:
     """Plots a bar for each contender's best round and a mark for its median, in one group per section."""
     figure, axes = new_figure()
     labels: list[str] = []
     for label, rows in sections:
         positions = range(len(labels), len(labels) + len(rows))
-        axes.barh(positions, [row.summary.best_s * 1e3 for row in rows], label=label)
-        axes.plot([row.summary.median_s * 1e3 for row in rows], positions, "k|", markersize=12)
-        labels += [f"{row.peer}, {format_ranks(row.ranks)}" for row in rows]
+        axes.barh(positions, [row["best_s"] * 1e3 for row in rows], label=label)
+        axes.plot([row["median_s"] * 1e3 for row in rows], positions, "k|", markersize=12)
+        labels += [f"{row['peer']}, {format_ranks(row['ranks'])}" for row in rows]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set(title=title, xlabel="milliseconds: best round (bar), median (mark)")
-    axes.legend(fontsize="small")
     save(figure, path)
 
 
-def _series(rows: Sequence[ReportRow], peer: str) -> list[tuple[int, list[int], list[float]]]:
+def _series(rows: Sequence[Row], peer: str) -> list[tuple[int, list[int], list[float]]]:
     """Returns ``peer``'s best times for each number of ranks, as (ranks, sizes, seconds)."""
     series = []
-    for ranks in sorted({row.ranks for row in rows}):
-        chosen = [row for row in rows if (row.peer, row.ranks) == (peer, ranks)]
-        points = sorted((row.facts["bytes"], row.summary.best_s) for row in chosen)
+    for ranks in sorted({row["ranks"] for row in rows}):
+        chosen = [row for row in rows if (row["peer"], row["ranks"]) == (peer, ranks)]
+        points = sorted((row["bytes"], row["best_s"]) for row in chosen)
         if points:
             series.append((ranks, [size for size, _ in points], [seconds for _, seconds in points]))
     return series

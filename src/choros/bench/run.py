@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, final
 
 from choros.bench.contender import Contender, ContenderFailed
-from choros.bench.figures import Summary, Trial, summarise
+from choros.bench.figures import Trial, summarise
 from choros.bench.process_group import ProcessGroup
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class RunResult(Generic[Case]):
         self._trials: dict[tuple[Case, str], list[Trial]] = {}
 
     @property
-    def summaries(self) -> dict[tuple[Case, str], Summary]:
+    def summaries(self) -> dict[tuple[Case, str], Mapping[str, float]]:
         """The summaries, by case and name, of contenders that completed all rounds."""
         return {each: summarise(found) for each, found in self._trials.items() if len(found) == self._wanted}
 

@@ -6,8 +6,8 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -15,8 +15,8 @@ import click
 import psutil
 
 from choros import durations
-from choros.bench.contender import CHOROS, Contender
-from choros.bench.report import ReportRow, Table, check_files, show, write_json
+from choros.bench.contender import CHOROS, Contender, chosen
+from choros.bench.report import Row, Table, check_files, show, write_json
 from choros.bench.run import Case, Effort, RunResult, run_contenders
 from choros.bench.startup import CASES, run_starts
 from choros.launch.driver.machine import version_of
@@ -30,41 +30,36 @@ PACKAGES = (
 ENOUGH_ROUNDS = 7
 
 
-@final
-class Progress:
-    """Shows progress from two seconds after the start: a terminal's line, rewritten; elsewhere a line every 10 s.
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A context with what shows a text in place of the one before it, from two seconds after the start: a terminal's
+    line, rewritten; elsewhere a line every 10 s.
 
-    >>> with Progress() as progress:
-    ...     progress.show("starting")  # nothing is shown yet
+    >>> with progress() as show:
+    ...     show("starting")  # nothing is shown yet
     """
+    terminal, due, width = sys.stderr.isatty(), time.monotonic() + durations.BENCH_PROGRESS, 0
 
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._line_every = 0.0 if self._terminal else durations.BENCH_PROGRESS_LINE
-        self._last = time.monotonic() + durations.BENCH_PROGRESS - self._line_every
-        self._width = 0
+    def rewrite(text: str, end: str = "") -> None:
+        nonlocal width
+        print(f"\r{text.ljust(width)}", end=end, file=sys.stderr, flush=True)
+        width = len(text)
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._width:
-            self._write("", "\r")
-
-    def show(self, text: str) -> None:
-        """Shows ``text`` in place of the text before it."""
-        now = time.monotonic()
-        if now < self._last + self._line_every:
+    def show(text: str) -> None:
+        nonlocal due
+        if time.monotonic() < due:
             return
-        if not self._terminal:
-            self._last = now
-            print(f"choros bench: {text}", file=sys.stderr, flush=True)
+        if terminal:
+            rewrite(text)
         else:
-            self._write(text, "")
+            due = time.monotonic() + durations.BENCH_PROGRESS_LINE
+            print(f"choros bench: {text}", file=sys.stderr, flush=True)
 
-    def _write(self, text: str, end: str) -> None:
-        print(f"\r{text.ljust(self._width)}", end=end, file=sys.stderr, flush=True)
-        self._width = len(text)
+    try:
+        yield show
+    finally:
+        if width:
+            rewrite("", "\r")
 
 
 @final
@@ -80,7 +75,7 @@ class BenchSession:
         self.rounds = rounds
         self.burst = burst
         self.only = only
-        self.rows: list[ReportRow] = []
+        self.rows: list[Row] = []
         self.machine = machine()
         self._plot = plot
         self._json = json_file
@@ -88,7 +83,7 @@ class BenchSession:
         self._stack = ExitStack()
 
     def __enter__(self) -> BenchSession:
-        self._progress = self._stack.enter_context(Progress())
+        self._progress = self._stack.enter_context(progress())
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="choros-bench-")))
         return self
 
@@ -96,24 +91,31 @@ class BenchSession:
         self._stack.close()
 
     def run(
-        self, contenders: Sequence[Contender], cases: Sequence[Case], ranks: int, effort: Effort, about: str = ""
-    ) -> RunResult[Case]:
-        """Measures the contenders; see ``run.run_contenders``. ``about`` is a prefix of the progress lines."""
+        self,
+        contenders: Sequence[Contender],
+        cases: Sequence[Case],
+        ranks: int,
+        effort: Effort,
+        row: Callable[[Case, str, Row], Row],
+        about: str = "",
+    ) -> None:
+        """Measures the contenders that are wanted; see ``run.run_contenders``. ``about`` begins lines of progress."""
+        wanted = chosen(contenders, self.only)
 
         def show_progress(text: str) -> None:
-            self._progress.show(about + text)
+            self._progress(about + text)
 
-        return self._noted(run_contenders(contenders, cases, ranks, effort, self._directory, show_progress))
+        self._note(run_contenders(wanted, cases, ranks, effort, self._directory, show_progress), row)
 
-    def run_starts(self, names: Sequence[str], ranks: int) -> RunResult[str]:
+    def run_starts(self, names: Sequence[str], ranks: int, row: Callable[[str, str, Row], Row]) -> None:
         """Measures the start of the contenders in ``names``; see ``startup.run_starts``."""
-        return self._noted(run_starts(CASES, names, ranks, self.rounds, self._progress.show))
+        self._note(run_starts(CASES, names, ranks, self.rounds, self._progress), row)
 
-    def _noted(self, result: RunResult[Case]) -> RunResult[Case]:
-        """Returns ``result``, after recording its skipped contenders for the report."""
+    def _note(self, result: RunResult[Case], row: Callable[[Case, str, Row], Row]) -> None:
+        """Keeps the rows of a run, and its skipped contenders."""
+        self.rows += [row(case, name, summary) for (case, name), summary in result.summaries.items()]
         for name, since, reason in result.skipped:
             self._skipped.setdefault((name, reason), since)
-        return result
 
     def report(self, tables: Sequence[Table], plot: Callable[[Path], None]) -> int:
         """Prints the tables, draws the plot and writes the JSON file, where requested; returns the exit code."""
@@ -125,10 +127,10 @@ class BenchSession:
         if self.rounds < ENOUGH_ROUNDS:
             click.echo(f"--rounds {self.rounds}: too few for a comparison; use {ENOUGH_ROUNDS} or more.")
         click.echo(f"machine: {machine_text(self.machine)}")
-        write_json(self._json, {"machine": self.machine, "rows": [row.as_json() for row in self.rows]})
+        write_json(self._json, {"machine": self.machine, "rows": self.rows})
         if self._plot is not None and self.rows:
             plot(self._plot)
-        return 0 if any(row.peer == CHOROS for row in self.rows) else 1
+        return 0 if any(row["peer"] == CHOROS for row in self.rows) else 1
 
 
 def machine() -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from choros import durations
-from choros.bench.contender import CHOROS, Contender, LaunchCommand, chorosrun, mpirun, torchrun
+from choros.bench.contender import CHOROS, Contender, LaunchCommand, chorosrun, mpirun, plain, torchrun
 from choros.bench.figures import Trial
 from choros.bench.process_group import run_to_end
-from choros.bench.report import ReportRow, Table, compare, grouped
+from choros.bench.report import Row, grouped
 from choros.bench.run import RunResult
 
 _NOTHING = ("-c", "pass")
@@ -44,7 +44,7 @@ def _torchrun(ranks: int, argv: Sequence[str]) -> list[LaunchCommand]:
 
 
 def _python(_ranks: int, argv: Sequence[str]) -> list[LaunchCommand]:
-    return [LaunchCommand((sys.executable, *argv))]
+    return plain(argv, {})
 
 
 #: Of each case, programs, choros' first, that do the same work.
@@ -66,6 +66,8 @@ CASES: Cases = {
         Contender("numpy", _python, ["-c", "import numpy"], single=True),
     ],
 }
+
+NOTES = ("÷: the contender's time divided by choros'; above 1, choros takes less.",)
 
 
 def measure(command: LaunchCommand) -> Trial:
@@ -98,20 +100,12 @@ def run_starts(
     return result
 
 
-def rows(result: RunResult[str], ranks: int) -> list[ReportRow]:
-    """Returns the report rows of a run."""
-    single = {(case, each.name) for case, programs in CASES.items() for each in programs if each.single}
-    return [
-        ReportRow("start", name, 1 if (case, name) in single else ranks, summary, {"case": case})
-        for (case, name), summary in result.summaries.items()
-    ]
+def row(ranks: int, case: str, name: str, summary: Row) -> Row:
+    """Returns the row of a program."""
+    single = any(each.single for each in CASES.get(case, ()) if each.name == name)
+    return {"bench": "start", "peer": name, "ranks": 1 if single else ranks, **summary, "case": case}
 
 
-def sections(measured: Sequence[ReportRow]) -> list[tuple[str, list[ReportRow]]]:
+def sections(measured: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     """Returns the rows of each case, under its name."""
-    return grouped(measured, lambda row: f"{row.facts['case']}, {row.ranks} process{'es' if row.ranks > 1 else ''}")
-
-
-def table(title: str, measured: Sequence[tuple[str, Sequence[ReportRow]]]) -> Table:
-    """Returns the table of the ``sections``."""
-    return compare(title, measured, notes=("÷: the contender's time divided by choros'; above 1, choros takes less.",))
+    return grouped(measured, lambda row: f"{row['case']}, {row['ranks']} process{'es' if row['ranks'] > 1 else ''}")

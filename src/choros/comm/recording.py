@@ -22,7 +22,7 @@ from choros.comm.request import Request
 from choros.errors import ConfigError, EngineError, NotInitializedError
 from choros.observe import events
 from choros.observe.listeners import take_pipe
-from choros.observe.timeline import PartHeader, PartWriter, read_part, remove_part, remove_stale_parts
+from choros.observe.timeline import PartWriter, read_part, remove_part, remove_stale_parts
 
 _log = logging.getLogger("choros")
 
@@ -94,7 +94,7 @@ def start_recording(communicator: Communicator, file_path: str, *, mark_cycles: 
             raise IsADirectoryError("it is a directory")
         remove_stale_parts(file, communicator.size)
         # From here on, so that the timeline shows which ranks wait here for others.
-        recording = PartWriter(file, PartHeader.of_this_process(rank, communicator.size, mark_cycles=mark_cycles))
+        recording = PartWriter(file, rank, communicator.size, mark_cycles=mark_cycles)
     except OSError as error:
         problem = ConfigError(f"the timeline {file} cannot be written: {error}. Give the path of a file.")
     try:

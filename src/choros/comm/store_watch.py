@@ -29,10 +29,9 @@ from choros import durations
 from choros.errors import ChorosError
 from choros.observe import events
 from choros.observe.events import Event, Kind
-from choros.observe.progress import page, read_page
-from choros.observe.stacks import state_of, take_stacks
-from choros.observe.stragglers import RankProgress, Stragglers
-from choros.observe.verdict import last_lines
+from choros.observe.processes import state_of, take_stacks
+from choros.observe.progress import RankProgress, page, read_page
+from choros.observe.verdict import Stragglers, last_lines
 from choros.observe.waits import Wait, Waits, ranks_text
 from choros.settings import current
 from choros.transport.address import Location, this_host

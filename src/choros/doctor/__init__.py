@@ -2,10 +2,10 @@
 
 ::
 
-    gather ── MachineFacts ──► checks ── Finding ──┐
-                   ▲                               ├──► report ──► text or JSON, exit code
+    facts ─── MachineFacts ──► checks ── Finding ──┐
+                   ▲                               ├──► cli ──► text or JSON, exit code
     hosts ◄─ ssh ──┴── hosts   of other machines ──┤
-    allreduce                  a job of two ranks ─┘
+    job                        a job of two ranks ─┘
 
 Facts are gathered without what they are about: each framework, and MPI, is imported in a process of its own.
 """

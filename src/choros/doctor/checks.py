@@ -2,20 +2,32 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from choros.doctor.facts import OK, PROBLEM, WARNING, DirectoryFacts, Finding, MachineFacts, PackageFacts
+from choros.doctor.facts import DirectoryFacts, MachineFacts, PackageFacts
 from choros.frameworks import FRAMEWORKS
 from choros.launch.processes.directories import SEGMENT
 from choros.settings import ENGINES, SESSION_BYTES
 
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
 NAMES = {"tensorflow": "TensorFlow", "torch": "PyTorch", "jax": "JAX", "keras": "Keras", "mpi4py": "mpi4py"}
 _FEW_FILES = 1024
 _FEW_PROCESSES = 512
 _LITTLE_ROOM = 256 << 20
 _CLOCK = 1.0
 _NONE = PackageFacts()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check has found, in a sentence; unless it is ``ok``, with the command or setting that mends it."""
+
+    check: str
+    level: str
+    text: str
+    fix: str = ""
+    host: str = "localhost"
 
 
 def check_machine(facts: MachineFacts) -> list[Finding]:

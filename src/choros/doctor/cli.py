@@ -11,9 +11,8 @@ from typing import Any
 import click
 
 from choros import durations
-from choros.doctor.checks import check_machine
-from choros.doctor.facts import OK, PROBLEM, WARNING, Finding, MachineFacts
-from choros.doctor.gather import gather, working_directory
+from choros.doctor.checks import OK, PROBLEM, WARNING, Finding, check_machine
+from choros.doctor.facts import MachineFacts, gather, working_directory
 from choros.doctor.hosts import check_others
 from choros.doctor.job import try_job
 from choros.launch.driver.machine import own_names, run_script

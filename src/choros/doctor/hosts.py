@@ -29,9 +29,8 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from choros import durations
-from choros.doctor.checks import clock_ahead, compare
-from choros.doctor.facts import OK, PROBLEM, Finding, MachineFacts
-from choros.doctor.gather import gather, working_directory
+from choros.doctor.checks import OK, PROBLEM, Finding, clock_ahead, compare
+from choros.doctor.facts import MachineFacts, gather, working_directory
 from choros.errors import LaunchError
 from choros.launch.driver.preflight import ask_all, check_client, check_distinct, last_line, log_in_all, login
 from choros.launch.plan.job import Job, Ssh

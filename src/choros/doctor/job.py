@@ -9,7 +9,7 @@ from dataclasses import replace
 from textwrap import shorten
 
 from choros import durations
-from choros.doctor.facts import OK, PROBLEM, Finding
+from choros.doctor.checks import OK, PROBLEM, Finding
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.hosts import Host
 from choros.settings import VARIABLES

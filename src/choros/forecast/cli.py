@@ -3,8 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import click
 
 from choros.bench.cases import format_bytes, parse_ranks
 from choros.bench.contender import CHOROS
-from choros.bench.figures import format_ranks, format_seconds, nearest
-from choros.bench.report import Table, check_files, grouped, new_figure, save, show, write_json
+from choros.bench.figures import fit, format_ranks, format_seconds
+from choros.bench.report import FILE, Row, Table, check_files, grouped, model_text, new_figure, save, show, write_json
 from choros.errors import ConfigError
 from choros.forecast.costs import Link, Machines, allreduce_s, control_s
 from choros.forecast.model import Failures, Forecast, best, memory_of, predict, settings
@@ -59,7 +59,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(help=_HELP)
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=FILE)
 @click.option("-np", "--np", "ranks", required=True, metavar="N,...", help="Numbers of ranks.")
 @click.option("--net", required=True, metavar=_LINK, help="The link between two hosts.")
 @click.option("--intra", metavar=_LINK, help="That between ranks of a host. Default: its memory, as recorded.")
@@ -83,12 +83,8 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--restart", type=_SECONDS, default=120, show_default=True, metavar="SECONDS", help="To start a job again."
 )
-@click.option(
-    "--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it."
-)
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write all of it."
-)
+@click.option("--plot", "plot_file", type=FILE, metavar="FILE.png", help="Draw it.")
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write all of it.")
 def forecast(
     file: Path, ranks: str, net: str, intra: str | None, per_host: int, steps: int | None, price: float | None,
     every: int, power: int, mtbf: float | None, checkpoint: float, restart: float,
@@ -103,13 +99,17 @@ def forecast(
     ways = settings(every, power)
     forecasts = [predict(workload, each, way, machines) for each in numbers for way in (ways if each > 1 else ways[:1])]
     failures = None if mtbf is None else Failures(mtbf * 3600, checkpoint, restart)
-    outlook = Outlook(workload, machines, tuple(forecasts), steps or workload.steps_per_epoch or 0, price, failures)
-    if price is not None and not outlook.steps:
+    of_epoch = steps or workload.steps_per_epoch or 0
+    if price is not None and not of_epoch:
         raise ConfigError("--price: the timeline has no epoch. Give the steps of one: --steps N.")
-    show(outlook.table())
-    write_json(json_file, outlook.as_json())
+    rows = [row_of(each, workload, of_epoch, price, failures) for each in forecasts]
+    fastest = [best(group) for _, group in grouped(forecasts, lambda each: str(each.ranks))]
+    show(table(workload, machines, rows, fastest))
+    finite = [{name: None if value == math.inf else value for name, value in row.items()} for row in rows]
+    known = {"workload": asdict(workload), "machines": asdict(machines), "forecasts": finite}
+    write_json(json_file, {**known, "best": {str(each.ranks): each.setting for each in fastest}})
     if plot_file is not None:
-        plot(outlook, plot_file)
+        plot(rows, between.name, plot_file)
     return 0
 
 
@@ -165,123 +165,80 @@ def fit_link(name: str, ranks: int, sizes: Sequence[int], seconds: Sequence[floa
     >>> round(link.latency_s, 4), round(link.bytes_per_s, -3)
     (0.001, 1000000.0)
     """
-    if ranks < 2 or len(set(sizes)) < 2:
-        return None
     latency, byte = (Machines(link, link) for link in (Link("", 1.0, float("inf")), Link("", 0.0, 1.0)))
-    rows = [
-        [control_s(ranks, latency) + allreduce_s(ranks, size, latency), allreduce_s(ranks, size, byte)]
+    terms = [
+        (control_s(ranks, latency) + allreduce_s(ranks, size, latency), allreduce_s(ranks, size, byte))
         for size in sizes
     ]
-    alpha, beta = nearest(rows, seconds)
-    if beta <= 0:
+    found = fit(terms, seconds)
+    if found is None or found[1] <= 0:
         return None
-    text = f"{name}: fitted to {ranks} ranks: α = {alpha * 1e6:.3g} µs, β = {beta * 1e9:.3g} ns a byte"
-    return Link(text, alpha, 1 / beta)
+    return Link(f"{name}: fitted to {ranks} ranks: {model_text(found, '', ' a byte')}", found[0], 1 / found[1])
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """All forecasts of one job; ``steps``: of an epoch as recorded, 0 if unknown; ``price``: of an hour of a rank."""
+def row_of(each: Forecast, workload: Workload, steps: int, price: float | None, failures: Failures | None) -> Row:
+    """Returns what the JSON file has of a forecast; ``steps``: of an epoch as recorded, 0 if unknown; ``price``: of an
+    hour of a rank.
+    """
+    row: dict[str, Any] = {**asdict(each), "step_s": each.step_s, "efficiency": each.efficiency}
+    if steps:
+        row["epoch_s"] = each.epoch_s(workload, steps)
+        if price is not None:
+            row["epoch_cost"] = each.cost(workload, steps, price)
+    if failures is not None:
+        row["with_restarts"] = failures.restarting(each.ranks)
+        row["in_place"] = failures.in_place(each.ranks, each.step_s)
+    return row
 
-    workload: Workload
-    machines: Machines
-    forecasts: tuple[Forecast, ...]
-    steps: int = 0
-    price: float | None = None
-    failures: Failures | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns all of it, with the best setting of each number of ranks."""
-        rows = [self._row(each) for each in self.forecasts]
-        finite = [{name: None if each == math.inf else each for name, each in row.items()} for row in rows]
-        return {
-            "workload": asdict(self.workload),
-            "machines": asdict(self.machines),
-            "forecasts": finite,
-            "best": {str(each.ranks): each.setting for each in self.best()},
-        }
+def table(workload: Workload, machines: Machines, rows: Sequence[Row], fastest: Sequence[Forecast]) -> Table:
+    """Returns the table that is printed; ``fastest``: the best forecast of each number of ranks."""
+    heads = ["", "step", "compute", "stragglers", "exchange", "efficiency"]
+    heads += [head for name, (head, _) in _FURTHER.items() if name in rows[0]]
+    count = len(workload.buckets)
+    title = (
+        f"recorded on {format_ranks(workload.ranks)}: {format_seconds(workload.compute_s)} of computation a step, "
+        f"{format_bytes(workload.nbytes)} of gradients" + (f", in {count} buckets" if count > 1 else "")
+    )
+    notes = [
+        f"{where}: {link.name}: {link.bytes_per_s * 8 / 1e9:.3g} Gbit/s, {link.latency_s * 1e6:.3g} µs"
+        for where, link in (("between hosts", machines.between), ("within a host", machines.within))
+    ]
+    notes.append(
+        "A rank keeps its batch size: more ranks make fewer steps. power_sgd and DiLoCo change what is learnt."
+    )
+    if "in_place" in rows[0]:
+        notes.append("with restarts, in place: the efficiency with failures, from checkpoints and as choros recovers.")
+    parts = [f"{each.setting} on {format_ranks(each.ranks)} ({each.efficiency:.0%})" for each in fastest]
+    notes.append(f"Best, with the speed of a rank against one alone: {', '.join(parts)}.")
+    groups = grouped(rows, lambda row: format_ranks(row["ranks"]))
+    return Table(title, heads, [(label, list(map(_cells, group))) for label, group in groups], notes)
 
-    def _row(self, each: Forecast) -> dict[str, Any]:
-        row: dict[str, Any] = {**asdict(each), "step_s": each.step_s, "efficiency": each.efficiency}
-        if self.steps:
-            row["epoch_s"] = each.epoch_s(self.workload, self.steps)
-            if self.price is not None:
-                row["epoch_cost"] = each.cost(self.workload, self.steps, self.price)
-        if self.failures is not None:
-            row["with_restarts"] = self.failures.restarting(each.ranks)
-            row["in_place"] = self.failures.in_place(each.ranks, each.step_s)
-        return row
 
-    def sections(self) -> list[tuple[str, list[Forecast]]]:
-        """The forecasts of each number of ranks."""
-        return grouped(self.forecasts, lambda each: format_ranks(each.ranks))
+#: The columns of a table that are not in all, by the names in a row: the head, and the text.
+_FURTHER: Mapping[str, tuple[str, Callable[[Row], str]]] = {
+    "epoch_s": ("epoch", lambda row: _long(row["epoch_s"])),
+    "epoch_cost": ("cost", lambda row: f"{row['epoch_cost']:.2f}"),
+    "with_restarts": ("with restarts", lambda row: f"{row['efficiency'] / row['with_restarts']:.0%}"),
+    "in_place": ("in place", lambda row: f"{row['efficiency'] / row['in_place']:.0%}"),
+}
 
-    def best(self) -> list[Forecast]:
-        """The best forecast of each number of ranks."""
-        return [best(each) for _, each in self.sections()]
 
-    def sentence(self) -> str:
-        """Names the best setting of each number of ranks."""
-        parts = [f"{each.setting} on {format_ranks(each.ranks)} ({each.efficiency:.0%})" for each in self.best()]
-        return f"Best, with the speed of a rank against one alone: {', '.join(parts)}."
-
-    def table(self) -> Table:
-        """The table that is printed."""
-        heads = ["", "step", "compute", "stragglers", "exchange", "efficiency"]
-        heads += ["epoch"] if self.steps else []
-        heads += ["cost"] if self.steps and self.price is not None else []
-        heads += ["with restarts", "in place"] if self.failures else []
-        sections = [(label, [self._cells(each) for each in group]) for label, group in self.sections()]
-        return Table(self._title(), heads, sections, self._notes())
-
-    def _cells(self, each: Forecast) -> list[str]:
-        row = self._row(each)
-        seconds = (each.step_s, each.compute_s, each.straggler_s, each.exchange_s)
-        cells = [each.setting, *map(format_seconds, seconds), f"{each.efficiency:.0%}"]
-        cells += [_long(row["epoch_s"])] if "epoch_s" in row else []
-        cells += [f"{row['epoch_cost']:.2f}"] if "epoch_cost" in row else []
-        cells += [f"{each.efficiency / row[name]:.0%}" for name in ("with_restarts", "in_place") if name in row]
-        return cells
-
-    def _title(self) -> str:
-        work = self.workload
-        count = len(work.buckets)
-        buckets = f", in {count} buckets" if count > 1 else ""
-        return (
-            f"recorded on {format_ranks(work.ranks)}: {format_seconds(work.compute_s)} of computation a step, "
-            f"{format_bytes(work.nbytes)} of gradients{buckets}"
-        )
-
-    def _notes(self) -> list[str]:
-        links = (("between hosts", self.machines.between), ("within a host", self.machines.within))
-        notes = [
-            f"{where}: {link.name}: {link.bytes_per_s * 8 / 1e9:.3g} Gbit/s, {link.latency_s * 1e6:.3g} µs"
-            for where, link in links
-        ]
-        notes.append(
-            "A rank keeps its batch size: more ranks make fewer steps. power_sgd and DiLoCo change what is learnt."
-        )
-        if self.failures is not None:
-            notes.append(
-                "with restarts, in place: the efficiency with failures, from checkpoints and as choros recovers."
-            )
-        return [*notes, self.sentence()]
+def _cells(row: Row) -> list[str]:
+    seconds = (format_seconds(row[name]) for name in ("step_s", "compute_s", "straggler_s", "exchange_s"))
+    further = (text(row) for name, (_, text) in _FURTHER.items() if name in row)
+    return [row["setting"], *seconds, f"{row['efficiency']:.0%}", *further]
 
 
 def _long(seconds: float) -> str:
     return format_seconds(seconds) if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
-def plot(outlook: Outlook, path: Path) -> None:
+def plot(rows: Sequence[Row], network: str, path: Path) -> None:
     """Draws the efficiency of each setting against the number of ranks."""
     figure, axes = new_figure()
-    for name, points in grouped(outlook.forecasts, lambda each: each.setting):
-        axes.plot([each.ranks for each in points], [each.efficiency for each in points], marker="o", label=name)
-    ticks: Sequence[int] = sorted({each.ranks for each in outlook.forecasts})
-    axes.set(xscale="log", xlabel="ranks", ylabel="speed of a rank, against one alone", ylim=(0, 1.05))
-    axes.set_title(f"forecast: {outlook.machines.between.name} between hosts")
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    save(figure, path)
+    for name, points in grouped(rows, lambda row: str(row["setting"])):
+        axes.plot([row["ranks"] for row in points], [row["efficiency"] for row in points], marker="o", label=name)
+    axes.set(xlabel="ranks", ylabel="speed of a rank, against one alone", ylim=(0, 1.05))
+    axes.set_title(f"forecast: {network} between hosts")
+    save(figure, path, {row["ranks"]: str(row["ranks"]) for row in rows})

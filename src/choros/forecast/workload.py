@@ -119,8 +119,8 @@ def _steps(trace: Trace, rank: int) -> list[_RankStep]:
     of_rank = [each for each in trace.intervals if each.rank == rank]
     steps = sorted((each for each in of_rank if each.track == STEPS), key=lambda each: each.began)
     buckets = sorted((each for each in of_rank if each.track == BUCKETS), key=lambda each: each.began)
-    calls = sorted((call for call in trace.calls if call.rank == rank), key=lambda call: call.begun)
-    began, begun = [each.began for each in buckets], [call.begun for call in calls]
+    calls = sorted((call for call in trace.calls if call.rank == rank), key=lambda call: call.began)
+    began, begun = [each.began for each in buckets], [call.began for call in calls]
     return [
         _step(
             before.ended,
@@ -135,15 +135,15 @@ def _steps(trace: Trace, rank: int) -> list[_RankStep]:
 
 def _step(begin: int, step: Interval, buckets: Sequence[Interval], calls: Sequence[Call]) -> _RankStep:
     own = [
-        (call, int(bucket.details.get("arrays", 1)), call.begun - begin)
+        (call, int(bucket.details.get("arrays", 1)), call.began - begin)
         for bucket in buckets
         for call in calls
-        if call.begun <= bucket.began < call.done and call.bytes
+        if call.began <= bucket.began < call.ended and call.bytes
     ]
-    end = own[-1][0].begun if own else step.began
-    gradients = {call.begun for call, _, _ in own}
-    others = [call for call in calls if begin <= call.begun < end and call.begun not in gradients]
-    elsewhere = sum(call.done - call.begun for call in others if call.done <= end)
+    end = own[-1][0].began if own else step.began
+    gradients = {call.began for call, _, _ in own}
+    others = [call for call in calls if begin <= call.began < end and call.began not in gradients]
+    elsewhere = sum(call.ended - call.began for call in others if call.ended <= end)
     return _RankStep(step.name, max(0, end - begin - elsewhere), tuple(own), tuple(call.bytes or 0 for call in others))
 
 

@@ -14,8 +14,7 @@ from choros.comm import Reduction, global_process_set, topology
 from choros.errors import ConfigError
 from choros.observe import events
 from choros.observe.events import Kind
-from choros.observe.progress import page, read_page
-from choros.observe.stragglers import RankProgress
+from choros.observe.progress import RankProgress, page, read_page
 from choros.training.callbacks import (
     BroadcastGlobalVariablesCallback,
     ElasticCallback,

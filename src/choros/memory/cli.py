@@ -2,12 +2,9 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +13,13 @@ import click
 
 from choros import durations
 from choros.bench.cases import format_bytes, parse_ranks
+from choros.bench.contender import ContenderFailed, LaunchCommand
 from choros.bench.figures import format_ranks
-from choros.bench.process_group import reason_in
-from choros.bench.report import Table, check_writable, show, write_json
+from choros.bench.process_group import run_to_end
+from choros.bench.report import FILE, Table, check_writable, show, write_json
 from choros.errors import ChorosError, ConfigError
 from choros.launch.driver.output import shown_if_slow
-from choros.launch.processes.process_tree import die_with_parent, signal_group
-from choros.memory.model import BY_VARIABLES, UNDIVIDED, RankBytes, TrainedModel, first_fit, parse_memory, rank_bytes
+from choros.memory.model import BY_VARIABLES, UNDIVIDED, Need, TrainedModel, first_fit, parse_memory, rank_bytes
 
 _HELP = """\
 Does it fit? What each rank needs in memory, without and with DistributedOptimizer(…, shard_state=True).
@@ -67,9 +64,7 @@ _RELEASING = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
 @click.option(
     "--batch", type=click.IntRange(min=1), metavar="N", help="Of a .keras file: rows to measure activations with."
 )
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write all of it."
-)
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write all of it.")
 def memory(
     file: Path, arguments: tuple[str, ...], ranks: str, fit: str | None, batch: int | None, json_file: Path | None
 ) -> int:
@@ -81,10 +76,10 @@ def memory(
     message = f"choros memory: {what} {file} on one process …"
     with shown_if_slow(message, durations.MEMORY_PROGRESS, partial(click.echo, err=True)):
         model = inspect_subject(file, arguments, batch)
+    without, sliced = ([rank_bytes(model, each, shard_state=way) for each in numbers] for way in (False, True))
     title = f"{file}: {model.parameters:,} parameters, {model.optimizer}"
-    outlook = MemoryOutlook(title, model, numbers, fit or "", limit)
-    show(outlook.table())
-    write_json(json_file, outlook.as_json())
+    show(table(title, model, without, sliced, fit or "", limit))
+    write_json(json_file, as_json(model, without, sliced, limit))
     return 0
 
 
@@ -93,16 +88,19 @@ def inspect_subject(path: Path, arguments: Sequence[str], batch: int | None) -> 
     these are given; a ``ConfigError`` if it does not train, a ``ChorosError`` if it fails.
     """
     _check(path, arguments, batch)
-    words = (
-        ("load_file", str(path), str(batch or 0)) if path.suffix == _SAVED else ("run_script", str(path), *arguments)
-    )
+    words = ("load_file", path, batch or 0) if path.suffix == _SAVED else ("run_script", path, *arguments)
+    problem = ""
     with tempfile.TemporaryDirectory(prefix="choros-memory-") as directory:
-        file, log = Path(directory) / "findings.json", Path(directory) / "output"
-        code = _run((sys.executable, "-m", "choros.memory.subject", str(file), *words), log)
+        file = Path(directory) / "findings.json"
+        argv = (sys.executable, "-m", "choros.memory.subject", str(file), *map(str, words))
+        quiet = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")}
+        try:
+            run_to_end(LaunchCommand(argv, {**quiet, **_RELEASING}))
+        except ContenderFailed as failure:
+            problem = str(failure)
         found = json.loads(file.read_text()) if file.exists() else {}
-        if code != 0 and "error" not in found:
-            reason = reason_in(log.read_text(errors="replace"), f"exit code {code}")
-            raise ChorosError(f"{path} failed before it was measured: {reason}")
+    if problem and "error" not in found:
+        raise ChorosError(f"{path} failed before it was measured: {problem}")
     if "model" not in found:
         raise ConfigError(found.get("error", f"{path} has ended its process without a training step."))
     return TrainedModel.from_json(found["model"])
@@ -120,110 +118,68 @@ def _check(path: Path, arguments: Sequence[str], batch: int | None) -> None:
         raise ConfigError(f"{' '.join(arguments)}: a model's file takes no arguments; a script does.")
 
 
-def _run(command: tuple[str, ...], log: Path) -> int:
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env={"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, **_RELEASING},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-        try:
-            return process.wait()
-        finally:
-            signal_group(process.pid, signal.SIGKILL)  # what a script has started, too
-            process.wait()
+def as_json(model: TrainedModel, without: Sequence[Need], sliced: Sequence[Need], limit: int | None) -> dict[str, Any]:
+    """Returns the content of the JSON file: what ranks need ``without`` shard_state, and with it."""
+    fits: dict[str, Any] = {}
+    if limit is not None:
+        first = {"without_shard_state": first_fit(without, limit), "with_shard_state": first_fit(sliced, limit)}
+        fits = {"limit": limit, "first_that_fits": first}
+    return {
+        "optimizer": model.optimizer,
+        "assumed": model.assumed,
+        "parameters": model.parameters,
+        "rest": model.rest,
+        **fits,
+        "needs": [*without, *sliced],
+    }
 
 
-_UNKNOWN = "–"
-
-
-@dataclass(frozen=True)
-class MemoryOutlook:
-    """What each rank needs on these numbers of ranks.
-
-    Attributes:
-        title: what was inspected.
-        model: what it trains.
-        numbers: numbers of ranks.
-        fit, limit: the memory of a rank, if it was given, and in bytes.
-    """
-
-    title: str
-    model: TrainedModel
-    numbers: Sequence[int]
-    fit: str = ""
-    limit: int | None = None
-
-    def needs(self, *, shard_state: bool) -> list[RankBytes]:
-        """The bytes of a rank on each number of ranks."""
-        return [rank_bytes(self.model, ranks, shard_state=shard_state) for ranks in self.numbers]
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the content of the JSON file."""
-        ways = {False: self.needs(shard_state=False), True: self.needs(shard_state=True)}
-        limit = {} if self.limit is None else {
-            "limit": self.limit,
-            "first_that_fits": {
-                "without_shard_state": first_fit(ways[False], self.limit),
-                "with_shard_state": first_fit(ways[True], self.limit),
-            },
-        }  # fmt: skip
-        return {
-            "optimizer": self.model.optimizer,
-            "assumed": self.model.assumed,
-            "parameters": self.model.parameters,
-            "rest": self.model.rest,
-            **limit,
-            "needs": [{**asdict(each), "total": each.total} for way in ways.values() for each in way],
-        }
-
-    def table(self) -> Table:
-        """The table that is printed."""
-        heads = ["", "weights", "gradients", "state", "buffers", "activations", "a rank"]
-        heads += [f"fits {self.fit}"] if self.fit else []
-        without = rank_bytes(self.model, self.numbers[0], shard_state=False)
-        sections = [
-            ("without shard_state", [self._cells("any number of ranks", without)]),
-            (
-                "with shard_state",
-                [self._cells(format_ranks(each.ranks), each) for each in self.needs(shard_state=True)],
-            ),
-        ]
-        return Table(self.title, heads, sections, self._notes())
-
-    def _cells(self, name: str, need: RankBytes) -> list[str]:
-        known = (need.weights, need.gradients, need.state, need.buffers)
-        activations = _UNKNOWN if need.activations is None else format_bytes(need.activations)
-        fits = [] if self.limit is None else ["yes" if need.total <= self.limit else "no"]
-        return [name, *map(format_bytes, known), activations, format_bytes(need.total), *fits]
-
-    def _notes(self) -> list[str]:
-        model = self.model
-        notes = ["The file has no optimizer: the state is that of Adam."] if model.assumed else []
-        if model.division == UNDIVIDED:
-            notes.append(f"shard_state does not divide the state of {model.optimizer}: each rank has all of it.")
-        elif model.division == BY_VARIABLES:
-            notes.append(f"{model.optimizer} needs whole variables: the state of each is on one rank.")
-        if model.activations is None:
-            notes.append(
-                "activations were not measured, and are not in the sum: a script needs three steps, a file --batch N; "
-                "on Linux, without an accelerator."
-            )
+def table(
+    title: str,
+    model: TrainedModel,
+    without: Sequence[Need],
+    sliced: Sequence[Need],
+    fit: str,
+    limit: int | None,
+) -> Table:
+    """Returns the table that is printed; ``fit``: the text of the ``limit``."""
+    heads = ["", "weights", "gradients", "state", "buffers", "activations", "a rank"]
+    heads += [f"fits {fit}"] if fit else []
+    sections = [
+        ("without shard_state", [_cells("any number of ranks", without[0], limit)]),
+        ("with shard_state", [_cells(format_ranks(each["ranks"]), each, limit) for each in sliced]),
+    ]
+    notes = _notes(model)
+    if limit is not None:
+        first = first_fit(sliced, limit)
+        if first_fit(without, limit) is not None:
+            notes.append(f"It fits {fit} without shard_state, on any number of ranks.")
+        elif first is not None:
+            notes.append(f"It fits {fit} with shard_state from {format_ranks(first)} on; never without.")
         else:
-            notes.append("activations: what a step needs besides, measured; each rank keeps the batch size of one.")
-        if model.rest is not None:
-            notes.append(f"Not in the sum: {format_bytes(model.rest)} of the process: Python, the framework, data.")
-        return notes + ([] if self.limit is None else [self._verdict(self.limit)])
+            notes.append(f"It does not fit {fit} on any of these numbers of ranks.")
+    return Table(title, heads, sections, notes)
 
-    def _verdict(self, limit: int) -> str:
-        """Which number of ranks is the first that fits."""
-        whole, sliced = (first_fit(self.needs(shard_state=way), limit) for way in (False, True))
-        if whole is not None:
-            return f"It fits {self.fit} without shard_state, on any number of ranks."
-        if sliced is not None:
-            return f"It fits {self.fit} with shard_state from {format_ranks(sliced)} on; never without."
-        return f"It does not fit {self.fit} on any of these numbers of ranks."
+
+def _cells(name: str, need: Need, limit: int | None) -> list[str]:
+    sizes = [need[name] for name in ("weights", "gradients", "state", "buffers", "activations", "total")]
+    fits = [] if limit is None else ["yes" if need["total"] <= limit else "no"]
+    return [name, *("–" if size is None else format_bytes(size) for size in sizes), *fits]
+
+
+def _notes(model: TrainedModel) -> list[str]:
+    notes = ["The file has no optimizer: the state is that of Adam."] if model.assumed else []
+    if model.division == UNDIVIDED:
+        notes.append(f"shard_state does not divide the state of {model.optimizer}: each rank has all of it.")
+    elif model.division == BY_VARIABLES:
+        notes.append(f"{model.optimizer} needs whole variables: the state of each is on one rank.")
+    if model.activations is None:
+        notes.append(
+            "activations were not measured, and are not in the sum: a script needs three steps, a file --batch N; "
+            "on Linux, without an accelerator."
+        )
+    else:
+        notes.append("activations: what a step needs besides, measured; each rank keeps the batch size of one.")
+    if model.rest is not None:
+        notes.append(f"Not in the sum: {format_bytes(model.rest)} of the process: Python, the framework, data.")
+    return notes

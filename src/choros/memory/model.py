@@ -20,6 +20,8 @@ BY_ITEMS, BY_VARIABLES, UNDIVIDED = "items", "variables", ""
 _UNITS = {f"{prefix}{end}": 10 ** (3 * power) for power, prefix in enumerate("kmgt", 1) for end in ("", "b")}
 _UNITS |= {"b": 1, **{f"{prefix}ib": 1 << (10 * power) for power, prefix in enumerate("kmgt", 1)}}
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
+#: The bytes of the rank that needs most of a number of ranks, as the JSON file has them (docs/memory.md).
+Need = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,34 +68,20 @@ class TrainedModel:
         return cls(**{**written, "variables": tuple(VariableBytes(**each) for each in written["variables"])})
 
 
-@dataclass(frozen=True)
-class RankBytes:
-    """The bytes of the rank that needs most, of ``ranks``."""
-
-    ranks: int
-    shard_state: bool
-    weights: int
-    gradients: int
-    state: int
-    buffers: int
-    activations: int | None
-
-    @property
-    def total(self) -> int:
-        """All of them; without activations if these are not known."""
-        return self.weights + self.gradients + self.state + self.buffers + (self.activations or 0)
-
-
-def rank_bytes(model: TrainedModel, ranks: int, *, shard_state: bool) -> RankBytes:
-    """Returns what the rank that needs most needs, where each of ``ranks`` keeps the batch size of one process.
+def rank_bytes(model: TrainedModel, ranks: int, *, shard_state: bool) -> Need:
+    """Returns what the rank that needs most needs, where each of ``ranks`` keeps the batch size of one process; without
+    activations in the total if these are not known.
 
     >>> model = TrainedModel("Adam", (VariableBytes(100, 400, 800),), BY_ITEMS)
-    >>> [rank_bytes(model, ranks, shard_state=True).total for ranks in (1, 2, 4)]
+    >>> [rank_bytes(model, ranks, shard_state=True)["total"] for ranks in (1, 2, 4)]
     [1600, 1200, 1000]
     """
     weights = sum(each.nbytes for each in model.variables)
     state = model.shared_state + _state(model, ranks if shard_state else 1)
-    return RankBytes(ranks, shard_state, weights, weights, state, model.buffers, model.activations)
+    parts = {"weights": weights, "gradients": weights, "state": state, "buffers": model.buffers}
+    total = sum(parts.values()) + (model.activations or 0)
+    about = {"ranks": ranks, "shard_state": shard_state}
+    return {**about, **parts, "activations": model.activations, "total": total}
 
 
 def _state(model: TrainedModel, ranks: int) -> int:
@@ -109,9 +97,9 @@ def _state(model: TrainedModel, ranks: int) -> int:
     )
 
 
-def first_fit(needs: Iterable[RankBytes], limit: int) -> int | None:
+def first_fit(needs: Iterable[Need], limit: int) -> int | None:
     """Returns the smallest number of ranks whose ``needs`` are at most ``limit`` bytes; ``None`` if there is none."""
-    return min((each.ranks for each in needs if each.total <= limit), default=None)
+    return min((each["ranks"] for each in needs if each["total"] <= limit), default=None)
 
 
 def parse_memory(text: str) -> int:

@@ -12,7 +12,6 @@
 import ctypes
 import functools
 import gc
-import importlib.abc
 import importlib.util
 import inspect
 import json
@@ -24,13 +23,13 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, final
 
-from choros.bench.resident import peak_bytes, reset_peak, resident_bytes
 from choros.durable import unfinished
 from choros.errors import ConfigError
 from choros.memory.model import TrainedModel
+from choros.observe.processes import peak_bytes, reset_peak, resident_bytes
 
 #: The steps whose memory counts as that of the first ones, and the step that is measured.
 _SETTLED, _MEASURED = 2, 3
@@ -112,34 +111,27 @@ def _gradients_kept(model: Any) -> int:
     return sum(each.nbytes for each in gradients if each is not None)
 
 
-@final
-class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+def _after_import(name: str, then: Callable[[ModuleType], None]) -> None:
     """Calls ``then`` with the module ``name`` when it has been imported: the script chooses Keras' framework first."""
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._then = then
-        self._loader: Any = None
-
-    def find_spec(self, fullname: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
-        """The module's own, loaded by this."""
-        if fullname != self._name:
+    def find_spec(fullname: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
+        if fullname != name:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(finder)
         spec = importlib.util.find_spec(fullname)
-        if spec is not None:
-            self._loader, spec.loader = spec.loader, self
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            own = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                own(module)
+                then(module)
+
+            loader.exec_module = exec_module
         return spec
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As its own loader does."""
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Runs it, then calls ``then``."""
-        self._loader.exec_module(module)
-        self._then(module)
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)
 
 
 def _watch(keras: Any, meter: StepMeter) -> None:
@@ -169,7 +161,7 @@ def _watch(keras: Any, meter: StepMeter) -> None:
 def run_script(findings: Path, script: str, *arguments: str) -> None:
     """Runs the script as Python does, until the step that is measured."""
     meter = StepMeter(findings)
-    sys.meta_path.insert(0, _AfterImport("keras", lambda keras: _watch(keras, meter)))
+    _after_import("keras", lambda keras: _watch(keras, meter))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     try:

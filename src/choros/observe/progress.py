@@ -15,12 +15,67 @@ import operator
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, final
 
-from choros.observe.stragglers import RankProgress
+#: What the seconds of steps are spent on, in words; ``computing`` is what is left.
+PARTS = {
+    "computing": "computing",
+    "loading": "loading data",
+    "waiting": "waiting for other ranks",
+    "exchanging": "exchanging gradients",
+    "committing": "committing",
+    "recovering": "recovering from lost ranks",
+}
+#: The numbers of ``RankProgress`` that a job's record has over time; the others it has as they are last.
+SERIES = ("steps", "examples", "seconds", *list(PARTS)[1:], "pausing", "memory")
+#: The format of a job's record.
+RECORD_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """What a rank has done since it joined, which chorosrun gets once a second, before its stacks and before its end.
+    ``seconds``: in steps, each from one meeting of all ranks to the next one; of these ``waiting`` for other ranks,
+    ``loading`` data, ``exchanging`` values, ``committing``, ``recovering`` from the loss of others; ``pausing``:
+    between epochs, in no step. ``squares``, ``products``: sums over the steps, of the number of examples squared, and
+    times the seconds of computing and loading. ``prompt_steps``: it hardly waited, being among the last. ``began``:
+    when it made its first step, in seconds since 1970; ``memory``: its bytes. ``histogram``: how many steps took a
+    time, see ``bucket_of``. ``collectives``: by name, how many there were, and the bytes of arrays that this rank has
+    given to them. ``last``: the last collective, which all of ``last_size`` ranks had called so many seconds ``ago``;
+    ``moves``: its data still move.
+    """
+
+    rank: int
+    steps: int = 0
+    prompt_steps: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    loading: float = 0.0
+    exchanging: float = 0.0
+    committing: float = 0.0
+    recovering: float = 0.0
+    pausing: float = 0.0
+    examples: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+    began: float = 0.0
+    last: str = ""
+    ago: float = 0.0
+    last_size: int = 0
+    moves: bool = False
+    memory: int = 0
+    histogram: Sequence[int] = ()
+    collectives: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    @property
+    def computing(self) -> float:
+        """The seconds in steps that are nothing else."""
+        spent = self.waiting + self.loading + self.exchanging + self.committing + self.recovering
+        return max(0.0, self.seconds - spent)
+
 
 #: The variable with the file descriptor of the page.
 PROGRESS_FD = "CHOROS_PROGRESS_FD"

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -81,28 +81,6 @@ def remove_stale_parts(file: Path, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class PartHeader:
-    """The first line of a part: ranks with the same ``clock`` share one; ``wall``: when it was 0, in ns since 1970."""
-
-    rank: int
-    size: int
-    host: str
-    clock: str
-    wall: int
-    began: int
-    mark_cycles: bool = False
-
-    @classmethod
-    def of_this_process(cls, rank: int, size: int, *, mark_cycles: bool) -> PartHeader:
-        """The header of a recording of this process that begins now."""
-        host = os.uname().nodename
-        # The kernel's name for this boot is the same in all containers and namespaces, which share its clock.
-        clock = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else host
-        now = time.perf_counter_ns()
-        return cls(rank, size, host, clock, time.time_ns() - now, now, mark_cycles)
-
-
-@dataclass(frozen=True)
 class Record:
     """An event in a part; its time is nanoseconds of the host's clock."""
 
@@ -115,9 +93,17 @@ class Record:
 
 @dataclass(frozen=True)
 class TimelinePart:
-    """What one rank has recorded, in the order written; ``ended``: the last event's time if it did not end in order."""
+    """What one rank has recorded, in the order written. Ranks with the same ``clock`` share one, 0 at ``wall``, in ns
+    since 1970. ``ended``: the last event's time if it did not end in order.
+    """
 
-    header: PartHeader
+    rank: int
+    size: int
+    host: str
+    clock: str
+    wall: int
+    began: int
+    mark_cycles: bool
     records: tuple[Record, ...]
     ended: int
 
@@ -128,11 +114,16 @@ class PartWriter:
     creates with its directory, or raises an ``OSError``.
     """
 
-    def __init__(self, file: Path, header: PartHeader) -> None:
-        self.file, self.rank, self.path = file, header.rank, part_path(file, header.rank)
-        self._everyone = tuple(range(header.size))
+    def __init__(self, file: Path, rank: int, size: int, *, mark_cycles: bool = False) -> None:
+        self.file, self.rank, self.path = file, rank, part_path(file, rank)
+        self._everyone = tuple(range(size))
+        host, now = os.uname().nodename, time.perf_counter_ns()
+        # The kernel's name for this boot is the same in all containers and namespaces, which share its clock.
+        clock = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else host
+        header: dict[str, Any] = {"part": _FORMAT, "rank": rank, "size": size, "host": host, "clock": clock}
+        header |= {"wall": time.time_ns() - now, "began": now, "mark_cycles": mark_cycles}
         self._descriptor: int | None = _create(self.path)
-        self._write(_encode({"part": _FORMAT, **asdict(header)}))
+        self._write(_encode(header))
         self._stop_listening = listen(self.write, RECORDED)
 
     def write(self, event: Event) -> None:
@@ -183,21 +174,20 @@ def _create(path: Path) -> int:
 def read_part(content: bytes) -> TimelinePart:
     """Returns the part with this content; a ``ValueError`` if it is not a part of a timeline.
 
-    >>> header = PartHeader(rank=0, size=1, host="a", clock="c", wall=0, began=5)
-    >>> line = _encode({"part": 1, **asdict(header)}).encode()
+    >>> line = b'{"part":1,"rank":0,"size":1,"host":"a","clock":"c","wall":0,"began":5,"mark_cycles":false}'
     >>> read_part(line + b'\\n["commit","",7,1,{}]\\n["commit","",9,').ended
     7
     """
     first, *lines = content.split(b"\n")
+    records: list[Record] = []
     try:
         fields = json.loads(first)
         if fields.pop("part") != _FORMAT:
             raise ValueError("another version of choros has written it")
-        header = PartHeader(**fields)
+        part = TimelinePart(**fields, records=(), ended=fields["began"])
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{first!r:.100} does not begin a part of a timeline: {error}") from error
-    records: list[Record] = []
-    ended = header.began
+    ended = part.ended
     for line in lines:
         try:
             kind, name, ended, thread, details = json.loads(line)
@@ -205,4 +195,4 @@ def read_part(content: bytes) -> TimelinePart:
             continue
         if kind in RECORDED:
             records.append(Record(Kind(kind), name, ended, thread, details))
-    return TimelinePart(header, tuple(records), ended)
+    return replace(part, records=tuple(records), ended=ended)

@@ -1,22 +1,34 @@
-"""The verdict on a job: where the time of its steps went, what held it back, and what would help by how much. Pure.
+"""What is said of the steps of a job: while it runs, which ranks are stragglers; at its end the verdict, where the time
+went, what held it back, and what would help by how much. Pure.
 
 ::
 
     rank 0   loads ─ computes ──────── waits ─┐ exchanges      a step lasts as long as the slowest rank's own time,
     rank 1   loads ───────────── computes ────┤ exchanges      the exchange, and what varies from step to step: so one
                                               └ all meet       can tell how long it would last without one of them
+
+Rank 1 is prompt: it finds all others there. Over a period, ranks are stragglers if they were prompt in 80 % of the
+steps and waited less than 5 % of the time, while each of the others waited 10 % of it or more and was prompt in at most
+half of the steps, and the others are not fewer. A rank that is the last now and then, as it writes a checkpoint or
+because times vary, is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median_low
 
-from choros.observe.stragglers import PARTS, RankProgress, Stragglers
+from choros.observe.progress import PARTS, RankProgress
 
-#: A verdict needs as many steps, and seconds in them.
-FEWEST_STEPS, FEWEST_SECONDS = 20, 10.0
+#: Stragglers are found in as many steps; a verdict needs these, and seconds in them.
+_FEWEST_STEPS, _FEWEST_SECONDS = 20, 10.0
+#: A period is over when each rank has made steps for so many seconds.
+_PERIOD = 60.0
+_PROMPT_SHARE = 0.8
+_OTHERS_PROMPT_SHARE = 0.5
+_SHORT_WAIT = 0.05
+_LONG_WAIT = 0.1
 #: What makes steps less than a tenth faster is no bottleneck.
 _LEAST_GAIN = 1.1
 #: At least this share of a step is left without its bottleneck.
@@ -27,9 +39,97 @@ _FIXED_SHARE = 0.5
 #: Which can be known once so many steps of all ranks had hardly any rows, or more of them somewhat fewer.
 _FEWEST_SMALLER = 16
 #: How much larger batches a verdict proposes.
-LARGER = 4
+_LARGER = 4
 #: A rank that spends this share of the longest time on it is named, too: it may load while it waits for others.
 _ALSO = 0.25
+
+
+@dataclass
+class Stragglers:
+    """Finds the stragglers of each period, and of the job; ``size``: the ranks at the start, ``name`` names ranks.
+
+    >>> stragglers = Stragglers(2, lambda ranks: f"rank {ranks[0]}")
+    >>> stragglers.note(RankProgress(0, steps=100, prompt_steps=3, seconds=60.0, waiting=24.0))
+    ''
+    >>> stragglers.note(RankProgress(1, steps=100, prompt_steps=98, seconds=60.0, waiting=0.6, loading=40.2))[:72]
+    'rank 1 is slower than the others, which waited 40 % of the time for it i'
+    """
+
+    size: int
+    name: Callable[[Sequence[int]], str]
+    _now: dict[int, RankProgress] = field(default_factory=dict)
+    _earlier: Mapping[int, RankProgress] = field(default_factory=dict)
+    _reported: set[int] = field(default_factory=set)
+    _shown: tuple[int, ...] = ()
+
+    def note(self, done: RankProgress) -> str:
+        """Records what a rank has done; returns a sentence if a period is over, and it has new stragglers."""
+        self._now[done.rank] = done
+        if done.seconds - self._earlier.get(done.rank, RankProgress(done.rank)).seconds < _PERIOD:
+            return ""
+        self._reported.add(done.rank)
+        if len(self._reported) < max(self.size, len(self._now)):
+            return ""
+        periods = [_since(self._earlier.get(rank, RankProgress(rank)), self._now[rank]) for rank in sorted(self._now)]
+        found = _stragglers(periods)
+        self._earlier, self._reported = dict(self._now), set()
+        if not found or found == self._shown:
+            return ""
+        self._shown = found
+        return self._sentence(found, periods)
+
+    @property
+    def progress(self) -> list[RankProgress]:
+        """What each rank has done."""
+        return [self._now[rank] for rank in sorted(self._now)]
+
+    def of_job(self) -> str:
+        """Returns a sentence about the whole job; empty if it has no stragglers."""
+        if len(self._now) < self.size:
+            return ""
+        found = _stragglers(self.progress)
+        return self._sentence(found, self.progress) if found and found != self._shown else ""
+
+    def _sentence(self, found: Sequence[int], periods: Sequence[RankProgress]) -> str:
+        waited = min(_share(each.waiting, each) for each in periods if each.rank not in found)
+        first = next(each for each in periods if each.rank == found[0])
+        loading, waiting = _share(first.loading, first), _share(first.waiting, first)
+        parts = [f"computed {max(0.0, 1 - loading - waiting):.0%}"]
+        parts += [f"loaded data {loading:.0%}"] if loading >= 0.005 else []
+        parts += [f"waited {waiting:.0%}"]
+        are, them = ("is", "it") if len(found) == 1 else ("are", "them")
+        what = ", ".join(parts[:-1]) + f" and {parts[-1]}"
+        whose = "It" if len(found) == 1 else f"{self.name(found[:1]).capitalize()}"
+        text = (
+            f"{self.name(found)} {are} slower than the others, which waited {waited:.0%} of the time for {them} in "
+            f"{first.steps} steps ({first.seconds:.0f} s). {whose} {what}"
+        )
+        return text.replace("%", " %")
+
+
+def _since(earlier: RankProgress, now: RankProgress) -> RankProgress:
+    names = ("steps", "prompt_steps", "seconds", "waiting", "loading")
+    return replace(now, **{name: getattr(now, name) - getattr(earlier, name) for name in names})
+
+
+def _stragglers(periods: Sequence[RankProgress]) -> tuple[int, ...]:
+    if min(each.steps for each in periods) < _FEWEST_STEPS:
+        return ()
+    found = tuple(
+        each.rank
+        for each in periods
+        if each.prompt_steps >= _PROMPT_SHARE * each.steps and _share(each.waiting, each) < _SHORT_WAIT
+    )
+    others = [each for each in periods if each.rank not in found]
+    wait = all(
+        _share(each.waiting, each) >= _LONG_WAIT and each.prompt_steps <= _OTHERS_PROMPT_SHARE * each.steps
+        for each in others
+    )
+    return found if wait and 0 < len(found) <= len(others) else ()
+
+
+def _share(seconds: float, period: RankProgress) -> float:
+    return seconds / period.seconds if period.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +197,7 @@ def verdict_of(progress: Sequence[RankProgress]) -> Verdict | None:
     """
     members = members_of(progress)
     most = max((each.steps for each in members), default=0)
-    if most < FEWEST_STEPS or fmean(each.seconds for each in members) < FEWEST_SECONDS:
+    if most < _FEWEST_STEPS or fmean(each.seconds for each in members) < _FEWEST_SECONDS:
         return None
     step, examples, shares = means_of(members)
     candidates = [*_parts(members, step), *_small_batches(members, step)]
@@ -178,7 +278,7 @@ def _small_batches(members: Sequence[RankProgress], step: float) -> list[Bottlen
     fixed = 1 - grows / step
     if fixed < _FIXED_SHARE:
         return []
-    return [Bottleneck("batch size", (), fixed, LARGER * step / (step + (LARGER - 1) * grows))]
+    return [Bottleneck("batch size", (), fixed, _LARGER * step / (step + (_LARGER - 1) * grows))]
 
 
 def last_lines(stragglers: Stragglers, began: float, ended: float, *, verdict: bool) -> list[str]:
@@ -221,7 +321,7 @@ def verdict_text(verdict: Verdict, name: Callable[[Sequence[int]], str]) -> list
             f"compression, overlap or fewer exchanges help: without any, {gain}.",
             "commits": f"held back by commits{where}: they take {share} of each step. With fewer, {gain}.",
             "batch size": f"batches are small: {share} of each step does not depend on the number of rows. Batches "
-            f"{LARGER} times as large would give {found.gain:.1f} times the examples/s.",
+            f"{_LARGER} times as large would give {found.gain:.1f} times the examples/s.",
         }[found.cause]
     )
     return lines

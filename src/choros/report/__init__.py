@@ -2,7 +2,7 @@
 
 ::
 
-    FILE.json ──► record ──► page: the main numbers, and figures as SVG, by drawing ──► FILE.html
+    FILE.json ──► cli ──► page: the main numbers, and figures as SVG, by drawing ──► FILE.html
 
 The page needs no network and no script: a browser opens it anywhere, also years later.
 """

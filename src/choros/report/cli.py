@@ -1,13 +1,14 @@
-"""The ``choros report`` command: parses arguments and prints; the other modules of this package do the work."""
+"""The ``choros report`` command: reads records, and prints; the other modules of this package do the work."""
 
+import json
 from pathlib import Path
 
 import click
 
 from choros.errors import ConfigError
+from choros.observe.progress import RECORD_FORMAT
 from choros.observe.verdict import aligned
-from choros.report.page import comparison_of, differences, page_of, write_page
-from choros.report.record import read_record
+from choros.report.page import WrittenRecord, comparison_of, differences, page_of, write_page
 
 _HELP = """\
 Makes the page about a job from its record, which chorosrun --report has written; or compares two jobs.
@@ -51,3 +52,25 @@ def report(files: tuple[Path, ...], compare: bool, output: Path | None) -> int:
         raise ConfigError(f"{page} cannot be written: {error.strerror}. {advice}") from error
     click.echo(f"{page} is written: open it in a browser.")
     return 0
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
+def read_record(file: Path) -> WrittenRecord:
+    """Reads a record that ``--report`` has written; a ``ConfigError`` if the file is none, or of another format."""
+    advice = "Give the FILE.json that chorosrun --report FILE.html has written."
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_number)
+        given = found["format"]
+        if given == RECORD_FORMAT:
+            return WrittenRecord.of(found)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}. {advice}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file} is no record of a job: {type(error).__name__}: {error}. {advice}") from error
+    raise ConfigError(
+        f"{file} is a record of format {given!r}; this choros reads format {RECORD_FORMAT}. Use the version of choros "
+        "that has written it."
+    )

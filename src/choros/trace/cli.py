@@ -147,9 +147,9 @@ def rank_times(trace: Trace) -> Iterator[RankTimes]:
         intervals_of[interval.rank].append(interval)
     for rank in trace.ranks:
         calls, intervals = calls_of[rank.rank], intervals_of[rank.rank]
-        waiting = _union((call.begun, call.begun + call.wait) for call in calls)
+        waiting = _union((call.began, call.began + call.wait) for call in calls)
         buckets = [(each.began, each.ended) for each in intervals if each.track == BUCKETS]
-        busy = _union([*((call.begun, call.done) for call in calls), *buckets])
+        busy = _union([*((call.began, call.ended) for call in calls), *buckets])
         begins = sorted(each.began for each in intervals if each.track == STEPS)
         times = [after - before for before, after in itertools.pairwise(begins)]
         yield RankTimes(

@@ -17,7 +17,7 @@ Horovod's timeline, as categories.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from choros.durable import unfinished
 from choros.observe.timeline import TimelinePart, part_files, read_part, remove_part
 from choros.trace.trace import (
     BUCKETS,
+    COLLECTIVES,
     EPOCHS,
     MOMENTS,
     STEPS,
@@ -37,9 +38,8 @@ from choros.trace.trace import (
     merge,
 )  # fmt: skip
 
-_COLLECTIVES = "collectives"
 #: The tracks of a rank, from top to bottom.
-_TRACKS = (EPOCHS, STEPS, _COLLECTIVES, BUCKETS, MOMENTS)
+_TRACKS = (EPOCHS, STEPS, COLLECTIVES, BUCKETS, MOMENTS)
 _FORMAT = 1
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -131,7 +131,7 @@ def from_json(text: str | bytes) -> Trace:
             if kind == "i":
                 time = _ns(event["ts"])
                 intervals.append(Interval(_rank(event), MOMENTS, event["name"], time, time, {}))
-            elif kind == "X" and category == _COLLECTIVES:
+            elif kind == "X" and category == COLLECTIVES:
                 calls.append(_call(event, everyone))
             elif kind == "X" and category in _TRACKS:
                 begin = _ns(event["ts"])
@@ -146,10 +146,9 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     for rank in trace.ranks:
         yield _metadata(rank.rank, 0, "process_name", {"name": f"rank {rank.rank} on {rank.host}"})
         yield _metadata(rank.rank, 0, "process_sort_index", {"sort_index": rank.rank})
-    call_lanes = _lanes((call.rank, _COLLECTIVES, call.begun, call.done) for call in trace.calls)
-    interval_lanes = _lanes((each.rank, each.track, each.began, each.ended) for each in trace.intervals)
-    used = {(call.rank, _COLLECTIVES, lane) for call, lane in zip(trace.calls, call_lanes, strict=True)}
-    used |= {(each.rank, each.track, lane) for each, lane in zip(trace.intervals, interval_lanes, strict=True)}
+    slices: list[Call | Interval] = [*trace.calls, *trace.intervals]
+    lanes = _lanes(slices)
+    used = {(each.rank, each.track, lane) for each, lane in zip(slices, lanes, strict=True)}
     # A thread's number is used once in the file: 0 is that of a process.
     order = sorted(used, key=lambda each: (each[0], _TRACKS.index(each[1]), each[2]))
     tids = {each: number for number, each in enumerate(order, 1)}
@@ -157,32 +156,31 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
         yield _metadata(number, tid, "thread_name", {"name": f"{track} {lane + 1}" if lane else track})
         yield _metadata(number, tid, "thread_sort_index", {"sort_index": tid})
     waited_for = {
-        (call.rank, call.begun): collective.last
+        (call.rank, call.began): collective.last
         for collective in collectives_of(trace.calls, [each.rank for each in trace.ranks])
         for call in collective.calls
         if call.rank in collective.waits
     }
-    for call, lane in zip(trace.calls, call_lanes, strict=True):
-        place = {"pid": _pid(call.rank), "tid": tids[call.rank, _COLLECTIVES, lane]}
-        for event in _call_events(call, waited_for.get((call.rank, call.begun)), trace.size):
-            yield {**event, **place}
-    for interval, lane in zip(trace.intervals, interval_lanes, strict=True):
-        place = {"pid": _pid(interval.rank), "tid": tids[interval.rank, interval.track, lane]}
-        if interval.track == MOMENTS:
-            yield {"ph": "i", "s": "t", "name": interval.name, "ts": _us(interval.began), **place}
+    for each, lane in zip(slices, lanes, strict=True):
+        if isinstance(each, Call):
+            events = list(_call_events(each, waited_for.get((each.rank, each.began)), trace.size))
+        elif each.track == MOMENTS:
+            events = [{"ph": "i", "s": "t", "name": each.name, "ts": _us(each.began)}]
         else:
-            yield {**_slice(interval.name, interval.track, interval.began, interval.ended, interval.details), **place}
+            events = [_slice(each.name, each.track, each.began, each.ended, each.details)]
+        place = {"pid": _pid(each.rank), "tid": tids[each.rank, each.track, lane]}
+        yield from ({**event, **place} for event in events)
 
 
-def _lanes(slices: Iterable[tuple[int, str, int, int]]) -> list[int]:
-    """Returns the lane in its track of each slice (rank, track, begin, end): slices in one lane do not overlap."""
-    numbered = sorted(enumerate(slices), key=lambda each: each[1][2:])
+def _lanes(slices: Sequence[Call | Interval]) -> list[int]:
+    """Returns the lane in its track of each slice: slices in one lane do not overlap."""
+    numbered = sorted(enumerate(slices), key=lambda each: (each[1].began, each[1].ended))
     ends: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     lanes = [0] * len(numbered)
-    for index, (rank, track, begin, end) in numbered:
-        free = ends[rank, track]
-        lane = next((lane for lane, last in enumerate(free) if last <= begin), len(free))
-        free[lane : lane + 1] = [end]
+    for index, each in numbered:
+        free = ends[each.rank, each.track]
+        lane = next((lane for lane, last in enumerate(free) if last <= each.began), len(free))
+        free[lane : lane + 1] = [each.ended]
         lanes[index] = lane
     return lanes
 
@@ -196,12 +194,12 @@ def _call_events(call: Call, waited_for: int | None, size: int) -> Iterator[dict
         args["bytes"] = call.bytes
     if call.matched is not None:
         args |= {"number": call.number, "wait_us": _us(call.wait)}
-    yield _slice(call.name, _COLLECTIVES, call.begun, call.done, args)
-    middle, name = call.begun + call.wait, call.collective.upper()
+    yield _slice(call.name, COLLECTIVES, call.began, call.ended, args)
+    middle, name = call.began + call.wait, call.collective.upper()
     for_rank = {} if waited_for is None else {"for_rank": waited_for}
-    yield _slice("wait", f"wait,NEGOTIATE_{name}", call.begun, middle, for_rank)
+    yield _slice("wait", f"wait,NEGOTIATE_{name}", call.began, middle, for_rank)
     if call.matched is not None:
-        yield _slice("transfer", f"transfer,{name}", middle, call.done, {})
+        yield _slice("transfer", f"transfer,{name}", middle, call.ended, {})
 
 
 def _call(event: dict[str, Any], everyone: tuple[int, ...]) -> Call:

@@ -28,12 +28,12 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from choros.observe.events import Kind
 from choros.observe.timeline import Record, TimelinePart
 
-EPOCHS, STEPS, BUCKETS, MOMENTS = "epochs", "steps", "buckets", "moments"
+EPOCHS, STEPS, COLLECTIVES, BUCKETS, MOMENTS = "epochs", "steps", "collectives", "buckets", "moments"
 #: Times are multiples of an eighth of a microsecond, which is exact in decimal and in binary: slices that touch in the
 #: trace touch in every reader, however it converts microseconds.
 _TICK = 125
@@ -66,7 +66,7 @@ class TracedRank:
 @dataclass(frozen=True)
 class Call:
     """A rank's call of a collective; ``number``: its position in the order in which these ranks matched collectives.
-    ``matched``: when it knew that all had called it; ``done``: or the recording's end. ``None``: that never happened.
+    ``matched``: when it knew that all had called it; ``ended``: or the recording's end. ``None``: that never happened.
     """
 
     rank: int
@@ -74,20 +74,21 @@ class Call:
     collective: str
     ranks: tuple[int, ...]
     number: int | None
-    begun: int
+    began: int
     matched: int | None
-    done: int
+    ended: int
     bytes: int | None
+    track: ClassVar = COLLECTIVES
 
     @property
     def wait(self) -> int:
         """How long it waited for other ranks."""
-        return (self.done if self.matched is None else self.matched) - self.begun
+        return (self.ended if self.matched is None else self.matched) - self.began
 
     @property
     def transfer(self) -> int:
         """How long the data took."""
-        return 0 if self.matched is None else self.done - self.matched
+        return 0 if self.matched is None else self.ended - self.matched
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class CallsOfCollective:
             return {}
         if self.last in self.missing:
             return {call.rank: call.wait for call in self.calls}
-        late = self.calls[-1].begun
-        return {call.rank: max(0, min(call.wait, late - call.begun)) for call in self.calls[:-1]}
+        late = self.calls[-1].began
+        return {call.rank: max(0, min(call.wait, late - call.began)) for call in self.calls[:-1]}
 
 
 @dataclass(frozen=True)
@@ -142,15 +143,15 @@ class Trace:
 
 def merge(parts: Iterable[TimelinePart]) -> Trace:
     """Merges the parts of one rank or more, with the clock of the first rank's host, to which others' are converted."""
-    ordered = sorted(parts, key=lambda part: part.header.rank)
+    ordered = sorted(parts, key=lambda part: part.rank)
     maps = _clock_maps(ordered)
-    start = min(maps[part.header.clock](part.header.began) for part in ordered)
-    aligned = [_aligned(part, maps[part.header.clock], start) for part in ordered]
+    start = min(maps[part.clock](part.began) for part in ordered)
+    aligned = [_aligned(part, maps[part.clock], start) for part in ordered]
     calls = [_calls(part) for part in aligned]
     return Trace(
-        max(part.header.size for part in ordered),
-        ordered[0].header.wall + start,
-        tuple(TracedRank(part.header.rank, part.header.host, part.header.began, part.ended) for part in aligned),
+        max(part.size for part in ordered),
+        ordered[0].wall + start,
+        tuple(TracedRank(part.rank, part.host, part.began, part.ended) for part in aligned),
         tuple(call for each in calls for call in each),
         tuple(
             each for part, own in zip(aligned, calls, strict=True) for each in (*_intervals(part), *_moments(part, own))
@@ -170,18 +171,18 @@ def collectives_of(calls: Iterable[Call], recorded: Sequence[int] = ()) -> list[
     result = []
     for same in found.values():
         missing = set(same[0].ranks).intersection(recorded) - {call.rank for call in same}
-        result.append(CallsOfCollective(tuple(sorted(same, key=lambda call: call.begun)), tuple(sorted(missing))))
-    return sorted(result, key=lambda collective: collective.calls[0].begun)
+        result.append(CallsOfCollective(tuple(sorted(same, key=lambda call: call.began)), tuple(sorted(missing))))
+    return sorted(result, key=lambda collective: collective.calls[0].began)
 
 
 def _clock_maps(parts: Sequence[TimelinePart]) -> dict[str, Callable[[int], int]]:
     """Returns the map of each clock to that of the first rank."""
-    reference = parts[0].header
+    reference = parts[0]
     # By the first rank of each clock: 0 for the reference.
-    defaults = {part.header.clock: part.header.wall - reference.wall for part in reversed(parts)}
+    defaults = {part.clock: part.wall - reference.wall for part in reversed(parts)}
     if len(defaults) == 1:
         return {reference.clock: clock_map((), 0)}
-    clocks = {part.header.rank: part.header.clock for part in parts}
+    clocks = {part.rank: part.clock for part in parts}
     samples: defaultdict[str, list[tuple[Bounds, Bounds]]] = defaultdict(list)
     for collective in collectives_of(call for part in parts for call in _calls(part)):
         by_clock: defaultdict[str, list[Call]] = defaultdict(list)
@@ -235,18 +236,18 @@ def _aligned(part: TimelinePart, clock: Callable[[int], int], start: int) -> Tim
         return (clock(time) - start) // _TICK * _TICK
 
     records = tuple(replace(record, time=converted(record.time)) for record in part.records)
-    return TimelinePart(replace(part.header, began=converted(part.header.began)), records, converted(part.ended))
+    return replace(part, records=records, began=converted(part.began), ended=converted(part.ended))
 
 
 def _bounds(calls: Iterable[Call]) -> Bounds | None:
     """Those of calls on one clock; ``None`` if none was matched."""
     matches = [call.matched for call in calls if call.matched is not None]
-    return (max(call.begun for call in calls), min(matches)) if matches else None
+    return (max(call.began for call in calls), min(matches)) if matches else None
 
 
 def _calls(part: TimelinePart) -> list[Call]:
     """Pairs the events of collectives."""
-    everyone = tuple(range(part.header.size))
+    everyone = tuple(range(part.size))
     calls: list[Call] = []
     #: Of each thread: one that waits for its turn may run another collective meanwhile.
     under_way: defaultdict[int, list[Call]] = defaultdict(list)
@@ -256,13 +257,13 @@ def _calls(part: TimelinePart) -> list[Call]:
             ranks = tuple(record.details.get("process_set", everyone))
             collective = record.details.get("collective", record.name)
             calls_of_thread.append(
-                Call(part.header.rank, record.name, collective, ranks, None, record.time, None, part.ended, None)
+                Call(part.rank, record.name, collective, ranks, None, record.time, None, part.ended, None)
             )
         elif calls_of_thread and record.kind is Kind.COLLECTIVE_MATCHED:
             number = record.details.get("number")
             calls_of_thread[-1] = replace(calls_of_thread[-1], number=number, matched=record.time)
         elif calls_of_thread and record.kind is Kind.COLLECTIVE_DONE:
-            calls.append(replace(calls_of_thread.pop(), done=record.time, bytes=record.details.get("bytes", 0)))
+            calls.append(replace(calls_of_thread.pop(), ended=record.time, bytes=record.details.get("bytes", 0)))
     return calls + [call for each in under_way.values() for call in each]
 
 
@@ -284,11 +285,11 @@ def _interval(part: TimelinePart, begin: Record, ended: int, details: Mapping[st
     number = f" {begin.details[noun]}" if noun in begin.details else ""
     of = f" of {begin.name}" if begin.name else ""
     together = {name: value for name, value in {**begin.details, **details}.items() if name not in (noun, "seconds")}
-    return Interval(part.header.rank, track, f"{noun}{number}{of}", begin.time, ended, together)
+    return Interval(part.rank, track, f"{noun}{number}{of}", begin.time, ended, together)
 
 
 def _moments(part: TimelinePart, calls: Sequence[Call]) -> list[Interval]:
     named = [(f"{record.kind}: {record.name}", record.time) for record in part.records if record.kind in _MOMENTS]
-    if part.header.mark_cycles:
+    if part.mark_cycles:
         named += [(_CYCLE, call.matched) for call in calls if call.matched is not None]
-    return [Interval(part.header.rank, MOMENTS, name, time, time, {}) for name, time in named]
+    return [Interval(part.rank, MOMENTS, name, time, time, {}) for name, time in named]

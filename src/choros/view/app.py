@@ -18,8 +18,8 @@ from textual.widgets import Static
 
 from choros import durations
 from choros.errors import LaunchError
-from choros.observe.stragglers import PARTS
-from choros.view.snapshot import JobView, RankView, bar, cells, curve, progress, rate, rates, size_of, title, view_of
+from choros.observe.progress import PARTS
+from choros.view.snapshot import JobView, RankView, bar, cells, curve, rate, rates, size_of, view_of
 
 #: Rates are those since so many records ago.
 _RECORDS = 4
@@ -124,10 +124,9 @@ class TopApp(App[None]):
 def head_text(view: JobView, width: int, *, high: bool, problem: str = "") -> Text:
     """What runs, how far it is and how fast, what holds it back, and its metrics."""
     lines = [Text(problem, style="bold red")] if problem else []
-    lines.append(Text(title(view), style="bold"))
-    if view.fit is not None:
-        said = progress(view.fit)
-        lines.append(Text.assemble((bar(view.fit.done, max(4, width - len(said) - 1)), "green"), f" {said}"))
+    lines.append(Text(view.title, style="bold"))
+    if view.fit:
+        lines.append(Text.assemble((bar(view.done, max(4, width - len(view.fit) - 1)), "green"), f" {view.fit}"))
     lines.append(Text(rates(view), style="cyan"))
     verdict = [part for line in view.verdict for part in wrap(line, width)] if high else view.verdict[-2:-1]
     lines += [Text(line, style="yellow") for line in verdict] or [Text("no verdict yet", style="bright_black")]

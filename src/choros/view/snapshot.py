@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from choros import durations
-from choros.observe.stragglers import PARTS
+from choros.observe.progress import PARTS
 from choros.observe.verdict import aligned, tells_examples
 
 Record = Mapping[str, Any]
@@ -30,26 +30,14 @@ class RankView:
 
 
 @dataclass(frozen=True)
-class FitView:
-    """How far ``fit`` is; 0: not known. ``done``: the share; ``left``: seconds, as those until now went."""
-
-    epoch: int
-    epochs: int
-    batch: int
-    batches: int
-    done: float
-    left: float | None
-
-
-@dataclass(frozen=True)
 class JobView:
-    """A job: the values of each of its ``metrics`` over time, the lines of its verdict, messages and output."""
+    """A job: what runs, where and since when; how far ``fit`` is, in words, and as a share, 0 if it is not known; the
+    values of each of its ``metrics`` over time, the lines of its verdict, messages and output.
+    """
 
-    command: str
-    size: int
-    seconds: float
-    code: int | None
-    fit: FitView | None
+    title: str
+    fit: str
+    done: float
     ranks: tuple[RankView, ...]
     metrics: Mapping[str, tuple[float, ...]]
     verdict: tuple[str, ...]
@@ -72,18 +60,25 @@ def view_of(record: Record, now: float, earlier: Record | None = None) -> JobVie
     ranks = [(int(number), rank) for number, rank in record["ranks"].items()]
     newest = max((rank["times"][-1] for _, rank in ranks if rank["times"]), default=0.0)
     older = {} if earlier is None else earlier["ranks"]
+    fit, done = _fit_of(record["metrics"])
     return JobView(
-        command=" ".join(" ".join(record["command"]).split()),
-        size=record["size"],
-        seconds=(record["ended"] or now) - record["began"],
-        code=record["code"],
-        fit=_fit_of(record["metrics"]),
+        title=_title(record, now),
+        fit=fit,
+        done=done,
         ranks=tuple(_rank_of(number, rank, older.get(str(number)), newest) for number, rank in ranks),
         metrics=_metrics_of(record["metrics"]),
         verdict=tuple(record["lines"]),
         messages=tuple(text for _, text in record["messages"]),
         output=tuple(record["output"]),
     )
+
+
+def _title(record: Record, now: float) -> str:
+    hosts, size, code = len({rank["host"] for rank in record["ranks"].values()}), record["size"], record["code"]
+    where = f" on {hosts} hosts" if hosts > 1 else ""
+    end = "" if code is None else f", ended with exit code {code}"
+    took = duration((record["ended"] or now) - record["began"])
+    return f"{size} rank{'s' * (size > 1)}{where}, {took}{end}: {' '.join(' '.join(record['command']).split())}"
 
 
 def _rank_of(number: int, rank: Record, earlier: Record | None, newest: float) -> RankView:
@@ -121,24 +116,25 @@ def _shares(done: Mapping[str, float]) -> Mapping[str, float] | None:
     return {"computing": max(0.0, 1.0 - sum(spent.values())), **spent}
 
 
-def _fit_of(moments: Sequence[Record]) -> FitView | None:
+def _fit_of(moments: Sequence[Record]) -> tuple[str, float]:
     """How far the last ``fit`` is: time is left as what has been done until now took."""
     shares = [_done(each) for each in moments]
     if not shares:
-        return None
+        return "", 0.0
     first = max((place for place in range(1, len(shares)) if shares[place] < shares[place - 1]), default=0)
     took, done = moments[-1]["time"] - moments[first]["time"], shares[-1] - shares[first]
     left = took * (1.0 - shares[-1]) / done if done > 0 else None
-    return FitView(**_position(moments[-1]), done=shares[-1], left=left)
-
-
-def _position(moment: Record) -> dict[str, int]:
-    return {name: moment.get(name, 0) for name in ("epoch", "epochs", "batch", "batches")}
+    return progress(moments[-1], shares[-1], left), shares[-1]
 
 
 def _done(moment: Record) -> float:
-    epoch, epochs, batch, batches = _position(moment).values()
+    epoch, epochs, batch, batches = _position(moment)
     return min(1.0, (epoch - 1 + (batch / batches if batches else 0.0)) / epochs) if epoch and epochs else 0.0
+
+
+def _position(moment: Record) -> list[int]:
+    """0: not known."""
+    return [moment.get(name, 0) for name in ("epoch", "epochs", "batch", "batches")]
 
 
 def _metrics_of(moments: Sequence[Record]) -> Mapping[str, tuple[float, ...]]:
@@ -153,24 +149,17 @@ def _metrics_of(moments: Sequence[Record]) -> Mapping[str, tuple[float, ...]]:
     }
 
 
-def title(view: JobView) -> str:
-    """What runs, where and since when."""
-    hosts = len({rank.host for rank in view.ranks})
-    where = f" on {hosts} hosts" if hosts > 1 else ""
-    end = "" if view.code is None else f", ended with exit code {view.code}"
-    return f"{view.size} rank{'s' * (view.size > 1)}{where}, {duration(view.seconds)}{end}: {view.command}"
+def progress(moment: Record, done: float, left: float | None) -> str:
+    """How far ``fit`` is; ``left``: seconds, if they are known.
 
-
-def progress(fit: FitView) -> str:
-    """How far ``fit`` is.
-
-    >>> progress(FitView(2, 5, 120, 200, 0.32, 130.4))
+    >>> progress({"epoch": 2, "epochs": 5, "batch": 120, "batches": 200}, 0.32, 130.4)
     'epoch 2 of 5, batch 120 of 200, 32 %, 2:10 left'
     """
-    parts = [f"epoch {fit.epoch}" + (f" of {fit.epochs}" if fit.epochs else "")]
-    parts += [f"batch {fit.batch}" + (f" of {fit.batches}" if fit.batches else "")]
-    parts += [f"{math.floor(100 * fit.done)} %"] if fit.epochs else []
-    parts += [] if fit.left is None or fit.done >= 1 else [f"{duration(fit.left)} left"]
+    epoch, epochs, batch, batches = _position(moment)
+    parts = [f"epoch {epoch}" + (f" of {epochs}" if epochs else "")]
+    parts += [f"batch {batch}" + (f" of {batches}" if batches else "")]
+    parts += [f"{math.floor(100 * done)} %"] if epochs else []
+    parts += [] if left is None or done >= 1 else [f"{duration(left)} left"]
     return ", ".join(parts)
 
 
@@ -251,8 +240,8 @@ def curve(values: Sequence[float], width: int) -> str:
 
 def table(view: JobView) -> str:
     """All of it as plain lines, for a pipe."""
-    lines = [title(view)]
-    lines += [progress(view.fit)] if view.fit else []
+    lines = [view.title]
+    lines += [view.fit] if view.fit else []
     lines += [rates(view)]
     lines += [", ".join(f"{name} {values[-1]:.4g}" for name, values in view.metrics.items())] if view.metrics else []
     rows = [["rank", "host", "steps", "steps/s", "examples/s", *PARTS, "memory"]]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,31 +40,31 @@ def in_place() -> Prepare:
     communicator = _communicator()
     memory = np.empty(0, np.uint8)
 
-    def prepare(case: Any) -> Task:
+    def empty(items: int, dtype: str) -> Any:
         nonlocal memory
-        if case.shapes:
-            arrays = [np.empty(shape, case.dtype) for shape in case.shapes]
-            return sum_task(arrays, communicator.size, lambda: communicator.grouped_allreduce(arrays, Reduction.SUM))
-        needed = case.items * np.dtype(case.dtype).itemsize
+        needed = items * np.dtype(dtype).itemsize
         if memory.nbytes < needed:  # released when the job ends
             memory = communicator.empty(needed, np.uint8)
-        array = memory[:needed].view(case.dtype)
-        return sum_task([array], communicator.size, lambda: [communicator.allreduce(array, Reduction.SUM, out=array)])
+        return memory[:needed].view(dtype)
 
-    return prepare
+    return _by_choros(communicator, empty, into_new=True)
 
 
 def any_array() -> Prepare:
     """choros: ordinary arrays, in place."""
-    communicator = _communicator()
+    return _by_choros(_communicator(), np.empty, into_new=False)
+
+
+def _by_choros(communicator: Communicator, empty: Callable[[int, str], Any], *, into_new: bool) -> Prepare:
+    """``empty`` makes a single array; a model's are summed in place, or ``into_new`` ones."""
 
     def prepare(case: Any) -> Task:
         if case.shapes:
             arrays = [np.empty(shape, case.dtype) for shape in case.shapes]
-            return sum_task(
-                arrays, communicator.size, lambda: communicator.grouped_allreduce(arrays, Reduction.SUM, out=arrays)
-            )
-        array = np.empty(case.items, case.dtype)
+            out = None if into_new else arrays
+            reduce = partial(communicator.grouped_allreduce, arrays, Reduction.SUM, out=out)
+            return sum_task(arrays, communicator.size, reduce)
+        array = empty(case.items, case.dtype)
         return sum_task([array], communicator.size, lambda: [communicator.allreduce(array, Reduction.SUM, out=array)])
 
     return prepare

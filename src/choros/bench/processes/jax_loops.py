@@ -11,7 +11,7 @@ import optax
 
 from choros.bench.cases import TrainCase, batches
 from choros.bench.channel import Prepare, Task, serve_one_of
-from choros.bench.processes.models import build
+from choros.bench.processes.keras_fit import build
 
 
 def choros() -> Prepare:

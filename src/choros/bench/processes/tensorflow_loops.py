@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from choros.bench.channel import Prepare, Task, serve_one_of
-from choros.bench.processes.models import build, dataset
+from choros.bench.processes.keras_fit import build, dataset
 
 
 def tape() -> Prepare:

@@ -40,7 +40,7 @@ def ddp() -> Prepare:
 
 
 def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns the models of ``models.py`` in PyTorch, with their optimizers."""
+    """Returns the models of ``keras_fit.py`` in PyTorch, with their optimizers."""
     torch.manual_seed(0)
     if name == "cnn":
         convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)]

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from choros.durable import unfinished
 from choros.errors import ConfigError
 from choros.launch.protocol.frames import Start
 from choros.observe.events import Event
-from choros.observe.progress import BUCKETS, limit_of
-from choros.observe.stragglers import PARTS, RECORD_FORMAT, SERIES, RankProgress
+from choros.observe.progress import BUCKETS, PARTS, RECORD_FORMAT, SERIES, RankProgress, limit_of
 from choros.observe.verdict import Goodput, verdict_of, verdict_text
 from choros.observe.waits import ranks_text
 from choros.settings import VARIABLES
@@ -149,10 +148,39 @@ class JobRecord:
             "ranks": {str(number): rank.to_json(moments) for number, rank in sorted(self.ranks.items())},
         }
 
+    def collect(self) -> Iterator[Metric]:
+        """The job's numbers now, for Prometheus."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        ranks = [(str(number), rank) for number, rank in sorted([*self.ranks.items()])]
+        for name, what, value in (
+            ("choros_steps", "Training steps.", "steps"),
+            ("choros_examples", "Examples trained on; in loops of PyTorch, batches.", "examples"),
+            ("choros_pause_seconds", "Seconds between epochs.", "pausing"),
+        ):
+            counter = CounterMetricFamily(name, what, labels=["rank", "host"])
+            for number, rank in ranks:
+                counter.add_metric([number, rank.host], getattr(rank.last, value))
+            yield counter
+        seconds = CounterMetricFamily("choros_step_part_seconds", "Seconds in steps.", labels=["rank", "host", "part"])
+        memory = GaugeMetricFamily("choros_memory_bytes", "Resident memory.", labels=["rank", "host"])
+        steps = HistogramMetricFamily("choros_step_seconds", "Seconds of a step.", labels=["rank", "host"])
+        for number, rank in ranks:
+            for part in PARTS:
+                seconds.add_metric([number, rank.host, part], getattr(rank.last, part))
+            memory.add_metric([number, rank.host], rank.last.memory)
+            buckets, total = [], 0
+            for place, count in enumerate(rank.last.histogram):
+                total += count
+                buckets.append(("+Inf" if place == BUCKETS - 1 else f"{limit_of(place):.6g}", float(total)))
+            if buckets:
+                steps.add_metric([number, rank.host], buckets, sum_value=rank.last.seconds)
+        yield from (seconds, memory, steps)
+        yield GaugeMetricFamily("choros_ranks", "Ranks that have started.", value=len(ranks))
+
     def write(self, file: Path, page: Path, show: Callable[[str], None]) -> None:
         """Writes the record to ``file``, and its page; if one cannot be written, ``show`` says so."""
-        from choros.report.page import page_of, write_page  # takes 50 ms; jobs without a report do not need it
-        from choros.report.record import WrittenRecord
+        from choros.report.page import WrittenRecord, page_of, write_page  # takes 50 ms, for jobs with a report
 
         try:
             record = self.to_json()
@@ -204,7 +232,7 @@ def served(record: JobRecord, text: str | None, show: Callable[[str], None]) -> 
     except ImportError as error:
         raise ConfigError(f"--metrics-port {text} needs a package: pip install 'choros[metrics]' ({error}).") from error
     registry = CollectorRegistry()
-    registry.register(_Collector(record))
+    registry.register(record)
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
@@ -217,39 +245,3 @@ def served(record: JobRecord, text: str | None, show: Callable[[str], None]) -> 
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-@final
-class _Collector:
-    def __init__(self, record: JobRecord) -> None:
-        self._record = record
-
-    def collect(self) -> Iterator[Metric]:
-        """The job's numbers now."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-        ranks = [(str(number), rank) for number, rank in sorted([*self._record.ranks.items()])]
-        for name, what, value in (
-            ("choros_steps", "Training steps.", "steps"),
-            ("choros_examples", "Examples trained on; in loops of PyTorch, batches.", "examples"),
-            ("choros_pause_seconds", "Seconds between epochs.", "pausing"),
-        ):
-            counter = CounterMetricFamily(name, what, labels=["rank", "host"])
-            for number, rank in ranks:
-                counter.add_metric([number, rank.host], getattr(rank.last, value))
-            yield counter
-        seconds = CounterMetricFamily("choros_step_part_seconds", "Seconds in steps.", labels=["rank", "host", "part"])
-        memory = GaugeMetricFamily("choros_memory_bytes", "Resident memory.", labels=["rank", "host"])
-        steps = HistogramMetricFamily("choros_step_seconds", "Seconds of a step.", labels=["rank", "host"])
-        for number, rank in ranks:
-            for part in PARTS:
-                seconds.add_metric([number, rank.host, part], getattr(rank.last, part))
-            memory.add_metric([number, rank.host], rank.last.memory)
-            buckets, total = [], 0
-            for place, count in enumerate(rank.last.histogram):
-                total += count
-                buckets.append(("+Inf" if place == BUCKETS - 1 else f"{limit_of(place):.6g}", float(total)))
-            if buckets:
-                steps.add_metric([number, rank.host], buckets, sum_value=rank.last.seconds)
-        yield from (seconds, memory, steps)
-        yield GaugeMetricFamily("choros_ranks", "Ranks that have started.", value=len(ranks))

@@ -34,7 +34,7 @@ from choros.launch.plan.job import Job
 from choros.launch.protocol.frames import Start
 from choros.observe import MOVE, events
 from choros.observe.events import Detail, Event, Kind
-from choros.observe.stacks import STOPPED, parent_of, state_of
+from choros.observe.processes import STOPPED, parent_of, state_of
 from choros.transport.loop import Loop
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from choros.launch.protocol.payload import PayloadSender
 from choros.launch.protocol.wrapper_options import STACKS
 from choros.observe import events
 from choros.observe.events import Event, Kind
-from choros.observe.stragglers import RankProgress
+from choros.observe.progress import RankProgress
 from choros.transport.loop import Loop, SignalPipe
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from choros.launch.plan.job import Limits
 from choros.launch.processes.control import send_text
 from choros.launch.protocol.frames import Stacks, Start
 from choros.observe.events import Event
-from choros.observe.stacks import STOPPED, stopped_above
-from choros.observe.stragglers import RankProgress, Stragglers
-from choros.observe.verdict import last_lines
+from choros.observe.processes import STOPPED, stopped_above
+from choros.observe.progress import RankProgress
+from choros.observe.verdict import Stragglers, last_lines
 from choros.observe.waits import Stall, Waits
 from choros.transport.loop import Loop
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import final, get_args
 
-from choros.observe.stragglers import RankProgress
+from choros.observe.progress import RankProgress
 
 #: ASCII's record separator: the first byte of every frame.
 MARK = b"\x1e"

@@ -13,8 +13,8 @@ from choros import durations
 from choros.launch.protocol.frames import Events, Frame
 from choros.launch.wrapper.transcript import Transcript
 from choros.observe.events import Event, Kind
-from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, note_end, read_page
-from choros.observe.stragglers import RankProgress
+from choros.observe.processes import resident_bytes
+from choros.observe.progress import PAGE_BYTES, PROGRESS_FD, RankProgress, note_end, read_page
 from choros.transport.loop import Loop
 
 _PIPE_READ = 1 << 16
@@ -101,7 +101,7 @@ class RankOutput:
         """Sends what the rank, process ``pid``, has written to its page, if it has, and how much memory it has."""
         done = self._done()
         if done.last:
-            self.send(replace(done, memory=_resident(pid)))
+            self.send(replace(done, memory=resident_bytes(pid) or 0))
 
     def watch_data(self, stall: float, *, repeat: bool = False) -> None:
         """Reports, from now on, that a collective's data move for over ``stall`` s; with ``repeat`` more than once."""
@@ -124,12 +124,3 @@ class RankOutput:
         if self._page is None:
             return RankProgress(self.rank)
         return read_page(os.pread(self._page, PAGE_BYTES, 0), self.rank)
-
-
-def _resident(pid: int) -> int:
-    """The bytes of memory of a process, 0 if the system does not say."""
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return 0

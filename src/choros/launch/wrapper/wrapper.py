@@ -60,7 +60,7 @@ from choros.launch.wrapper.preparation import (
 from choros.launch.wrapper.rank_output import RankOutput
 from choros.launch.wrapper.transcript import ERR, EVENTS, OUT, RESULT
 from choros.observe import EVENTS_FD, EVERY_EVENT, MOVE
-from choros.observe.stacks import state_of, take_stacks
+from choros.observe.processes import state_of, take_stacks
 from choros.settings import VARIABLES, Config
 from choros.topology import Topology, detect
 from choros.transport.loop import Loop, SignalPipe, read_sender, signal_with_sender, wake_only

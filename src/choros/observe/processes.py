@@ -1,9 +1,11 @@
-"""The Python stacks of a rank and its children, as py-spy, another program, reads them from memory: also if they are
-stopped, in an endless loop or in C. ``--nonblocking`` does not stop them, fails if a stack changes, and is asked again.
+"""Processes as the kernel knows them: what they do, and their resident memory, with pages that they share with others;
+and their Python stacks, as py-spy, another program, reads them: also if they are stopped, in an endless loop or in C.
+``--nonblocking`` does not stop them, fails if a stack changes, and is asked again.
 """
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -60,6 +62,40 @@ def _status(pid: int) -> tuple[str, int]:
     except OSError:
         return "", 0
     return state, int(parent)
+
+
+def resident_bytes(pid: int | str = "self") -> int | None:
+    """Returns what is resident of a process, this one by default; ``None`` if the system has no /proc."""
+    return _memory(pid, "VmRSS")
+
+
+def peak_bytes() -> int:
+    """Returns the most that was resident of this process since it began, or since ``reset_peak``.
+
+    >>> peak_bytes() > 1 << 20
+    True
+    """
+    known = _memory("self", "VmHWM")
+    if known is not None:
+        return known
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak() -> bool:
+    """Makes ``peak_bytes`` begin anew; returns whether the kernel can."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _memory(pid: int | str, name: str) -> int | None:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 def take_stacks(pid: int) -> str:

@@ -1,4 +1,4 @@
-"""The command ``choros deploy``: prints the description of a job, filled in.
+"""The command ``choros deploy``: prints the description of a job for the scheduler of a cluster, filled in.
 
 ::
 

@@ -1,1 +1,0 @@
-"""Descriptions of jobs for the schedulers of clusters, filled in: ``choros deploy``."""
