@@ -58,7 +58,7 @@ class JobLauncher:
 
     def listen(self, machines: int, slots: int) -> str:
         """Waits for agents of the other ``machines`` from now on, with ``slots`` here; returns at which address."""
-        self._hub = Hub(ClusterHost(_CLUSTER, 0, machines, port=0), slots, os.environ)
+        self._hub = Hub(ClusterHost(_CLUSTER, 0, machines, slots=slots, port=0))
         return f"{ray.util.get_node_ip_address()}:{self._hub.port}"
 
     def run(self, call: Callable[[], Any], given: Mapping[str, Any]) -> list[Any]:
@@ -67,16 +67,14 @@ class JobLauncher:
         if self._hub is None:
             return run_call(call, arguments)
         try:
-            self._hub.wait(arguments.processes, arguments.min_num_proc, durations.AGENTS, print)
-            return run_call(call, self._hub.named(arguments))
+            return run_call(call, self._hub.gather(arguments, durations.AGENTS, print))
         finally:
             self._hub.close(0)
 
     def serve(self, index: int, slots: int, address: str) -> int:
         """Runs the ranks of machine ``index`` of a job, for its launcher at ``address``, until it ends."""
         first, _, port = address.rpartition(":")
-        cluster = ClusterHost(_CLUSTER, index, None, first, port=int(port))
-        return serve_host(cluster, slots, durations.AGENTS, print)
+        return serve_host(ClusterHost(_CLUSTER, index, None, first, slots, int(port)), durations.AGENTS, print)
 
 
 @final

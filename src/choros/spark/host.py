@@ -41,7 +41,6 @@ from choros.topology.clusters import ClusterHost
 from choros.transport.channel import Channel, ChannelClosed, connect
 from choros.transport.secret import job_key
 
-_NAME = "Spark"
 _AT_ONCE = 1 << 12
 
 
@@ -61,8 +60,7 @@ def main() -> None:
             message = _run(job, machines, partial(_answer, answers), partial(_end, scratch))
         else:
             message = Returned(b"")
-            cluster = ClusterHost(_NAME, index, len(machines), machines[0].address, port=port)
-            serve_host(cluster, len(machines[index].tasks), job.start, _show)
+            serve_host(_as_host(machines, index, port), job.start, _show)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _answer(answers, message)
@@ -127,11 +125,14 @@ def _with_hosts(
     if len(machines) == 1:
         answer(0)
         return job.arguments
-    hub = Hub(ClusterHost(_NAME, 0, len(machines), port=0), len(machines[0].tasks), os.environ)
+    hub = Hub(_as_host(machines, 0, 0))
     stack.callback(hub.close, 0)
     answer(hub.port)
-    hub.wait(None, None, job.start, _show)
-    return hub.named(job.arguments)
+    return hub.gather(job.arguments, job.start, _show)
+
+
+def _as_host(machines: tuple[Machine, ...], index: int, port: int) -> ClusterHost:
+    return ClusterHost("Spark", index, len(machines), machines[0].address, len(machines[index].tasks), port)
 
 
 def _follow(driver: Channel, end: Callable[[], NoReturn]) -> Callable[[], None]:
