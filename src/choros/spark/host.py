@@ -33,7 +33,6 @@ from choros.spark.plan import (
     VISIBLE,
     Machine,
     Printed,
-    Returned,
     SparkJob,
     run_packed,
 )
@@ -57,13 +56,12 @@ def main() -> None:
     os.mkdir(scratch, 0o700)
     try:
         if index == 0:
-            message = _run(job, machines, partial(_answer, answers), partial(_end, scratch))
+            returned: Any = _run(job, machines, partial(_answer, answers), partial(_end, scratch))
         else:
-            message = Returned(b"")
-            serve_host(_as_host(machines, index, port), job.start, _show)
+            returned = serve_host(_as_host(machines, index, port), job.start, _show)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    _answer(answers, message)
+    _answer(answers, cloudpickle.dumps(returned))
 
 
 def _end_with_input(scratch: str) -> None:
@@ -90,7 +88,7 @@ def _show(text: str) -> None:
 
 def _run(
     job: SparkJob, machines: tuple[Machine, ...], answer: Callable[[int], None], end: Callable[[], NoReturn]
-) -> Returned:
+) -> list[Any] | ChorosError:
     """Runs the job, whose results the driver gets through the task; ``answer`` gives that the port of its hub."""
     try:
         driver = connect(job.driver, job_key(os.environ, [job.driver]), "task 0", DRIVER, durations.CONNECT)
@@ -103,14 +101,13 @@ def _run(
             stack.enter_context(redirect_stderr(_DriverStream(driver, error=True)))
             try:
                 call = partial(run_packed, job.call, _visible_to(arguments, machines))
-                results = run_call(call, arguments, job.sentences, job.executable)
+                return run_call(call, arguments, job.sentences, job.executable)
             finally:
                 finish()
     except ChorosError as error:
-        return Returned(b"", error)
+        return error
     except Exception as error:  # noqa: BLE001  (what ranks return may need a module that is not here)
-        return Returned(b"", LaunchError(f"the job could not be run: {type(error).__name__}: {error}"))
-    return Returned(cloudpickle.dumps(results))
+        return LaunchError(f"the job could not be run: {type(error).__name__}: {error}")
 
 
 def _visible_to(arguments: Arguments, machines: tuple[Machine, ...]) -> tuple[Machine, ...]:
