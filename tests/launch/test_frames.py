@@ -2,7 +2,7 @@
 
 import pytest
 
-from choros.launch.protocol.frames import Exit, FrameReader, Result, Start, Text, decode, encode
+from choros.launch.protocol.frames import RESULT, Exit, FrameReader, Start, Written, decode, encode
 from choros.launch.wrapper.transcript import LineBuffer, TracebackBuffer
 
 
@@ -10,13 +10,13 @@ from choros.launch.wrapper.transcript import LineBuffer, TracebackBuffer
     "frame",
     [
         Start(0, "host", 7),
-        Text(1, "out", b"hello\n"),
-        Text(1, "err", b"50%\r"),
-        Text(2, "out", "\x1e{}\n\r\x00 ünïcode 🎉".encode()),
-        Text(0, "out", b"with the byte that stands for a newline\x1c\n\x1c\x1e\n"),
-        Text(0, "out", bytes(number for number in range(256) if number != 200) * 2),
-        Text(0, "out", bytes(range(256)) + b"\x1cs\x1csn\x1c\x1cn\n"),
-        Result(3, b"\x80\x04\n\x1e\x1f"),
+        Written(1, "out", b"hello\n"),
+        Written(1, "err", b"50%\r"),
+        Written(2, "out", "\x1e{}\n\r\x00 ünïcode 🎉".encode()),
+        Written(0, "out", b"with the byte that stands for a newline\x1c\n\x1c\x1e\n"),
+        Written(0, "out", bytes(number for number in range(256) if number != 200) * 2),
+        Written(0, "out", bytes(range(256)) + b"\x1cs\x1csn\x1c\x1cn\n"),
+        Written(3, RESULT, b"\x80\x04\n\x1e\x1f"),
         Exit(0, "host", 137, signal=9, stopped=True, traceback="Traceback\n  x", tail="t", seconds=0.5),
     ],
 )
@@ -29,7 +29,8 @@ def test_frames_are_decoded_as_they_were_encoded(frame):
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"hello", b"\x1e", b"\x1enull", b'\x1e{"kind":"none"}', b'\x1e{"kind":"Text"}', b"\x1e{", b"\x1e[1]"]
+    "line",
+    [b"", b"hello", b"\x1e", b"\x1enull", b'\x1e{"kind":"none"}', b'\x1e{"kind":"Written"}', b"\x1e{", b"\x1e[1]"],
 )
 def test_lines_that_are_not_frames(line):
     assert decode(line) is None
@@ -124,7 +125,7 @@ def test_the_next_traceback_is_held_again():
 
 
 def test_frames_among_mpiruns_messages_in_chunks_of_any_size():
-    frames = [Start(0, "host", 7), Text(0, "out", b"a\nb\n"), Exit(0, "host", 0)]
+    frames = [Start(0, "host", 7), Written(0, "out", b"a\nb\n"), Exit(0, "host", 0)]
     stream = b"mpirun: \n" + encode(frames[0]) + b"no newline" + encode(frames[1]) + encode(frames[2]) + b"bye"
     for size in (1, 7, 1000):
         reader = FrameReader()

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from choros.errors import HostUnreachable
-from choros.launch.agents.hub import Hub, slots_of
+from choros.launch.agents.hub import Hub, with_slots
 from choros.launch.agents.messages import HUB, AgentReady, HostSlots
 from choros.launch.plan.arguments import Arguments
 from choros.topology.clusters import ClusterHost
@@ -17,11 +17,12 @@ SECRET = "5e" * 32
 
 
 @pytest.fixture
-def make():
+def make(monkeypatch):
+    monkeypatch.setenv("CHOROS_SECRET", SECRET)
     hubs = []
 
     def made(size=None, slots=1):
-        hubs.append(Hub(ClusterHost("a cluster", 0, size, port=0), slots, {"CHOROS_SECRET": SECRET}))
+        hubs.append(Hub(ClusterHost("a cluster", 0, size, slots=slots, port=0)))
         return hubs[-1]
 
     yield made
@@ -47,8 +48,7 @@ def test_an_elastic_job_begins_with_fewer_hosts(make):
     hub, arguments = make(size=4), Arguments(num_proc=4, min_num_proc=2)
     with closing(agent(hub, AgentReady(2, 2, "c"))):
         until(lambda: len(hub.hosts) == 2)
-        hub.wait(4, 2, 0.1, print)
-        named = hub.named(arguments)
+        named = hub.gather(arguments, 0.1, print)
     assert (named.num_proc, named.min_num_proc, named.max_num_proc) == (3, 2, 4)
 
 
@@ -57,9 +57,9 @@ def test_a_host_whose_agent_has_gone_is_waited_for(make):
     agent(hub, AgentReady(1, 1, "b")).close()
     until(lambda: len(hub.hosts) == 2 and len(hub._present) == 1)
     with pytest.raises(HostUnreachable, match=r"1 of 2 hosts of a cluster did not come within"):
-        hub.wait(2, None, 0.1, print)
+        hub.gather(Arguments(num_proc=2), 0.1, print)
     with closing(agent(hub, AgentReady(1, 1, "b"))):
-        hub.wait(2, None, 20, print)
+        assert hub.gather(Arguments(num_proc=2), 20, print).hosts.endswith(":1,127.0.0.1:1")
 
 
 def test_a_host_that_has_started_anew_is_one_host(make):
@@ -73,5 +73,5 @@ def test_a_host_that_has_started_anew_is_one_host(make):
 
 def test_slots_of_a_job_with_parameter_servers():
     cluster = ClusterHost("a cluster", 0, 2, port=0)
-    assert slots_of(cluster, Arguments(num_proc=8, ps=1), lambda: 0) == 5
-    assert slots_of(cluster, Arguments(num_proc=8), lambda: 0) == 4
+    assert with_slots(cluster, Arguments(num_proc=8, ps=1), lambda: 0).slots == 5
+    assert with_slots(cluster, Arguments(num_proc=8), lambda: 0).slots == 4

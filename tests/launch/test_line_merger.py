@@ -5,7 +5,7 @@ import random
 import pytest
 
 from choros.launch.driver.output import LineMerger, Lines
-from choros.launch.protocol.frames import Text
+from choros.launch.protocol.frames import Written
 
 LATER = 1.0
 
@@ -18,7 +18,7 @@ def merged(*texts, size=2, now=0.0):
 
 
 def err(rank, data):
-    return Text(rank, "err", data)
+    return Written(rank, "err", data)
 
 
 def test_equal_lines_become_one():
@@ -59,10 +59,10 @@ def test_no_rank_changes_the_order_of_its_lines():
 
 def test_standard_output_passes_at_once_but_not_before_earlier_lines():
     merger = LineMerger(2)
-    assert merger.add(Text(0, "out", b"a\n"), 0.0) == [Lines((0,), "out", b"a\n")]
+    assert merger.add(Written(0, "out", b"a\n"), 0.0) == [Lines((0,), "out", b"a\n")]
     merger.add(err(0, b"warning\n"), 0.0)
-    assert merger.add(Text(1, "out", b"of another rank\n"), 0.0) == [Lines((1,), "out", b"of another rank\n")]
-    assert merger.add(Text(0, "out", b"b\n"), 0.0) == []
+    assert merger.add(Written(1, "out", b"of another rank\n"), 0.0) == [Lines((1,), "out", b"of another rank\n")]
+    assert merger.add(Written(0, "out", b"b\n"), 0.0) == []
     assert merger.add(err(1, b"warning\n"), 0.0) == [Lines((0, 1), "err", b"warning\n"), Lines((0,), "out", b"b\n")]
 
 
@@ -144,7 +144,7 @@ def test_whatever_ranks_write_arrives_in_order_and_in_time(seed):
         stream, rank = dice.choice(("err", "err", "out")), dice.randrange(size)
         data = "".join(dice.choices("ab\r\n", weights=(4, 4, 1, 6), k=dice.choice((1, 5, 20)))).encode()
         written[rank].append((stream, data, now))
-        shown += [(lines, now) for lines in merger.add(Text(rank, stream, data), now)]
+        shown += [(lines, now) for lines in merger.add(Written(rank, stream, data), now)]
         assert merger.wait(now) is None or merger.wait(now) < 0.081
     shown += [(lines, now) for lines in merger.flush()]
     assert merger.wait(now) is None

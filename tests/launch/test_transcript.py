@@ -1,7 +1,7 @@
 """Conversion of a rank's output to frames."""
 
-from choros.launch.protocol.frames import Result, Text, encode
-from choros.launch.wrapper.transcript import ERR, EVENTS, OUT, RESULT, Transcript
+from choros.launch.protocol.frames import ERR, EVENTS, OUT, RESULT, Written, encode
+from choros.launch.wrapper.transcript import Transcript
 from choros.observe.events import Event, Kind
 
 TRACEBACK = b"Traceback (most recent call last):\n  x\nValueError: no\n"
@@ -9,16 +9,16 @@ TRACEBACK = b"Traceback (most recent call last):\n  x\nValueError: no\n"
 
 def test_lines_of_both_streams():
     transcript = Transcript(3)
-    assert list(transcript.feed(OUT, b"a\nb", 0.0)) == [Text(3, OUT, b"a\n")]
+    assert list(transcript.feed(OUT, b"a\nb", 0.0)) == [Written(3, OUT, b"a\n")]
     assert list(transcript.feed(ERR, b"c\r", 0.0)) == []
     assert list(transcript.due(0.1)) == []
-    assert list(transcript.due(0.5)) == [Text(3, OUT, b"b"), Text(3, ERR, b"c\r")]
+    assert list(transcript.due(0.5)) == [Written(3, OUT, b"b"), Written(3, ERR, b"c\r")]
     assert transcript.waits(0.5) == []
 
 
 def test_a_final_traceback_is_held_back():
     transcript = Transcript(0)
-    assert list(transcript.feed(ERR, b"before\n" + TRACEBACK + b"last", 0.0)) == [Text(0, ERR, b"before\n")]
+    assert list(transcript.feed(ERR, b"before\n" + TRACEBACK + b"last", 0.0)) == [Written(0, ERR, b"before\n")]
     assert list(transcript.feed(ERR, b"", 0.1)) == []
     assert transcript.traceback == TRACEBACK.decode() + "last"
     assert not transcript.shown
@@ -29,7 +29,7 @@ def test_the_traceback_of_a_handled_exception_is_shown():
     list(transcript.feed(ERR, TRACEBACK, 0.0))
     list(transcript.feed(OUT, b"still here\n", 0.1))
     assert 1.0 <= min(transcript.waits(0.1)) <= 1.1
-    assert list(transcript.due(1.2)) == [Text(0, ERR, TRACEBACK)]
+    assert list(transcript.due(1.2)) == [Written(0, ERR, TRACEBACK)]
     assert (transcript.traceback, transcript.shown) == ("", TRACEBACK.decode().removesuffix("\n"))
 
 
@@ -39,8 +39,8 @@ def test_a_partial_line_waits_behind_a_traceback():
     assert list(transcript.due(0.9)) == []
     assert min(transcript.waits(0.9)) > 0
     assert list(transcript.due(5.0)) == [
-        Text(0, ERR, TRACEBACK),
-        Text(0, ERR, b"piece"),
+        Written(0, ERR, TRACEBACK),
+        Written(0, ERR, b"piece"),
     ]
 
 
@@ -53,7 +53,7 @@ def test_the_last_lines_are_kept():
 def test_results_are_sent_in_chunks():
     frames = list(Transcript(1).feed(RESULT, b"x" * 100_000, 0.0))
     assert len(frames) > 2
-    assert all(isinstance(frame, Result) for frame in frames)
+    assert all(frame.stream == RESULT for frame in frames)
     assert b"".join(frame.data for frame in frames) == b"x" * 100_000
 
 
@@ -66,8 +66,8 @@ def test_a_message_of_several_lines_stays_with_its_traceback():
 
 def test_lines_that_arrive_together_share_a_frame():
     transcript = Transcript(0)
-    assert list(transcript.feed(OUT, b"a\nb\n50%\rc\n\nd", 0.0)) == [Text(0, OUT, b"a\nb\n50%\rc\n\n")]
-    assert list(transcript.feed(ERR, b"a\nb\n", 0.0)) == [Text(0, ERR, b"a\nb\n")]
+    assert list(transcript.feed(OUT, b"a\nb\n50%\rc\n\nd", 0.0)) == [Written(0, OUT, b"a\nb\n50%\rc\n\n")]
+    assert list(transcript.feed(ERR, b"a\nb\n", 0.0)) == [Written(0, ERR, b"a\nb\n")]
 
 
 def test_frames_are_not_long():

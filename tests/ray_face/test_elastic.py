@@ -26,7 +26,7 @@ def trained(cluster, folder, fault, *, starts_with, add_node=False, until=0, **g
     job = RayExecutor(RayExecutor.create_settings(), env_vars={"KERAS_BACKEND": "torch"}, min_workers=1, **given)
     job.start()
     # Ray may be slow to start the last ones.
-    assert job.adapter._registry.wait(lambda actors: len(actors) >= starts_with, 120)
+    assert job.adapter._pool.registry.wait(lambda actors: len(actors) >= starts_with, 120)
     problems = []
 
     def disturb():
@@ -55,7 +55,7 @@ def check(reports) -> None:
 
 
 def kill_an_actor(job, node) -> None:
-    actor = next(each for each in job.adapter._registry.actors if each.rank == 1)
+    actor = next(each for each in job.adapter._pool.registry.actors if each.rank == 1)
     os.kill(pid_of(actor), signal.SIGKILL)
 
 

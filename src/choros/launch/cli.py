@@ -106,18 +106,17 @@ def _writing(arguments: Arguments) -> Iterator[Callable[[int, bytes], None]]:
 def _launch_in(cluster: ClusterHost, command: tuple[str, ...], arguments: Arguments) -> int:
     """Runs the job, or this host's part of it, where a cluster has started this command on each host."""
     from choros.launch.agents.agent import serve_host  # takes 20 ms; other jobs do not need it
-    from choros.launch.agents.hub import Hub, slots_of
+    from choros.launch.agents.hub import Hub, with_slots
 
     # In a container this is process 1, for which SIGTERM has no default action.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     show = partial(click.echo, err=True)
-    slots, seconds = slots_of(cluster, arguments, count_accelerators), arguments.start_timeout or durations.AGENTS
+    cluster, seconds = with_slots(cluster, arguments, count_accelerators), arguments.start_timeout or durations.AGENTS
     if cluster.index:
-        return serve_host(cluster, slots, seconds, show)
-    hub, code = Hub(cluster, slots, os.environ), 128 + signal.SIGTERM
+        return serve_host(cluster, seconds, show)
+    hub, code = Hub(cluster), 128 + signal.SIGTERM
     try:
-        hub.wait(arguments.processes, arguments.min_num_proc, seconds, show)
-        code = _launch(command, hub.named(arguments))
+        code = _launch(command, hub.gather(arguments, seconds, show))
     except ChorosError as error:
         code = error.exit_code
         raise

@@ -5,7 +5,7 @@
     driver                        a node of Ray's
     RayExecutor ── places ──────► RayWorker, an actor: holds the CPUs and GPUs of one rank
         │  ▲                         ▲ │ calls
-        │  └─ Take ──── Seat ─────┐  │ ▼
+        │  └─ Take ────────────────┐  │ ▼
         │                         └─ rank ◄── wrapper ◄── mpirun ◄─┐
         └─ launches ──────────────────────────────────── JobLauncher, an actor without CPUs: chorosrun's part
 
@@ -17,8 +17,7 @@ import Ray, nor does ``import choros``.
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the import of typing
 if TYPE_CHECKING:
     from choros.ray.discovery import RayHostDiscovery
-    from choros.ray.executor import ElasticRayExecutor, RayExecutor
-    from choros.ray.messages import RaySettings
+    from choros.ray.executor import ElasticRayExecutor, RayExecutor, RaySettings
     from choros.ray.rank import log
     from choros.ray.worker import RayWorker
 
@@ -28,7 +27,7 @@ _HOMES = {
     "ElasticRayExecutor": "executor",
     "RayExecutor": "executor",
     "RayHostDiscovery": "discovery",
-    "RaySettings": "messages",
+    "RaySettings": "executor",
     "RayWorker": "worker",
     "log": "rank",
 }

@@ -8,6 +8,8 @@ thread looks after them; lost ranks are replaced when Ray has new ones.
     its node drains, or is not wanted any more ──► its rank leaves in order ──► the actor is ended
 """
 
+from __future__ import annotations
+
 import logging
 import secrets
 import threading
@@ -15,59 +17,43 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 import ray
 
 from choros import durations
-from choros.errors import EngineError, LaunchError, UnsupportedError
+from choros.errors import EngineError, LaunchError
 from choros.launch.run import pack
 from choros.ray import discovery as hosts_of_ray
 from choros.ray.discovery import rooms, wanted
-from choros.ray.job import RayJob, give_devices, in_order, number
-from choros.ray.messages import RaySettings
+from choros.ray.job import RayJob
 from choros.ray.rank import run_tied
-from choros.ray.registry import ActorRegistry, ReadyActor
-from choros.ray.worker import CONTROL, create_worker, no_room
-from choros.transport.address import this_host
+from choros.ray.registry import ActorRegistry, RankActor
+from choros.ray.worker import CONTROL, hire, no_room
+
+if TYPE_CHECKING:
+    from choros.ray.executor import RaySettings
 
 _log = logging.getLogger("choros")
 #: The host of actors that Ray places.
 ANYWHERE = ""
 
 
-@dataclass(eq=False)
-class _Hired:
-    """An actor that was asked for, on ``host``; ``ready``: once Ray has room for it, and it listens."""
-
-    handle: Any
-    host: str
-    place: Any
-    end: Any
-    ready: ReadyActor | None = None
-    leaves: bool = False
-
-
 @final
 class ActorPool:
-    """Keeps actors for ``registry``, ``most`` at a time (``None``: as many as the cluster has room for now);
-    ``discovery``, as Horovod's, says where; ``None``: where Ray places them.
+    """Keeps actors in its ``registry``, ``most`` at a time (``None``: as many as the cluster has room for now), whose
+    ranks wait for ``seconds``; ``discovery``, as Horovod's, says where; ``None``: where Ray places them.
     """
 
-    def __init__(
-        self,
-        registry: ActorRegistry,
-        secret: str,
-        worker: Mapping[str, float],
-        most: int | None,
-        discovery: Any,
-    ) -> None:
-        self._registry, self._secret, self._worker = registry, secret, worker
-        self._most, self._discovery = most, discovery
-        self._anywhere = most or sum(rooms(ray.nodes(), worker).values())
-        self._hired: list[_Hired] = []
+    def __init__(self, worker: Mapping[str, float], most: int | None, discovery: Any, seconds: float) -> None:
+        own, room = ray.util.get_node_ip_address(), rooms(ray.nodes(), worker)
+        free = {"alive": True, "NodeManagerAddress": own, "Resources": ray.available_resources()}
+        is_enough = set(room) == {own} and (most or 0) <= rooms([free], worker).get(own, 0)
+        self.registry = ActorRegistry(secrets.token_hex(32), None if is_enough else own, seconds)
+        self._worker, self._most, self._discovery = worker, most, discovery
+        self._anywhere = most or sum(room.values())
+        self._hired: list[RankActor] = []
         self._failure, self._has_begun = "", False
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="choros: actors", daemon=True)
@@ -75,28 +61,28 @@ class ActorPool:
 
     def wait(self, least: int, seconds: float) -> None:
         """Waits for ``least`` actors, and once a moment longer, for more. ``TimeoutError``: there are not so many."""
-        there = self._registry.wait(lambda actors: len(actors) >= least, seconds)
+        there = self.registry.wait(lambda actors: len(actors) >= least, seconds)
         if not there:
             if self._failure:
                 raise LaunchError(f"{least} workers of Ray's did not start within {seconds:g} s: {self._failure}")
             raise no_room(f"{least} workers with {dict(self._worker)}", seconds)
         if self.most != least and not self._has_begun:
-            self._registry.wait(lambda actors: len(actors) >= self.most, durations.RAY_MORE)
+            self.registry.wait(lambda actors: len(actors) >= self.most, durations.RAY_MORE)
         self._has_begun = True
 
     @property
     def most(self) -> int:
         """How many actors there may be: never fewer than there are."""
-        there = sum(each.ready is not None for each in self._hired)
-        return max(there, self._anywhere)
+        return max(sum(bool(each.address) for each in self._hired), self._anywhere)
 
     def close(self) -> None:
-        """Ends the actors."""
+        """Ends the actors, and the ranks that are still there."""
         self._ends.set()
         self._thread.join(durations.RAY_END)
         for each in self._hired:
             with suppress(Exception):  # Ray may have been shut down
                 ray.kill(each.handle)
+        self.registry.close()
 
     def _look_after(self) -> None:
         while not self._ends.is_set():
@@ -120,55 +106,47 @@ class ActorPool:
         counts = wanted(hosts, Counter(each.host for each in staying), self._most)
         for each in staying:
             is_wanted = counts.get(each.host, 0) > 0
-            if is_wanted and not (each.ready and each.ready.place.node in draining):
+            if is_wanted and each.node not in draining:
                 counts[each.host] -= 1
-            elif not (each.ready and each.ready.is_expected):
+            elif not each.is_expected:
                 self._dismiss(each)
         for host, count in counts.items():
             for _ in range(count):
                 self._hired.append(self._hire(host))
 
-    def _hire(self, host: str) -> _Hired:
+    def _hire(self, host: str) -> RankActor:
         where: dict[str, Any] = {"resources": {f"node:{host}": 0.01}}
-        handle = create_worker(self._worker, **({"scheduling_strategy": "DEFAULT"} if host == ANYWHERE else where))
-        return _Hired(
-            handle, host, handle.listen.remote(self._secret), handle.stay.options(concurrency_group=CONTROL).remote()
-        )
+        options = {"scheduling_strategy": "DEFAULT"} if host == ANYWHERE else where
+        return hire(self._worker, self.registry.secret, host=host, **options)
 
     def _note_ready(self) -> None:
-        waiting = {each.place: each for each in self._hired if each.ready is None}
+        waiting = {each.listening: each for each in self._hired if not each.address}
         done = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0] if waiting else []
-        for place in done:
-            each = waiting[place]
+        for reference in done:
             try:
-                each.ready = ReadyActor(each.handle, ray.get(place))
+                waiting[reference].note_place(*ray.get(reference))
             except ray.exceptions.RayError as error:  # it has ended
                 self._failure = str(error)
-                continue
-            ready = [each.ready for each in self._hired if each.ready is not None]
-            here = [one for one in ready if one.place.machine == each.ready.place.machine]
-            give_devices(here, use_gpu=self._worker["GPU"] > 0)
-            self._registry.add(each.ready)
+            else:
+                self.registry.add(waiting[reference])
 
     def _note_ended(self) -> None:
-        ends = {each.end: each for each in self._hired}
+        ends = {each.ended: each for each in self._hired}
         for end in ray.wait(list(ends), num_returns=len(ends), timeout=0)[0] if ends else []:
             self._forget(ends[end])
-        for each in [each for each in self._hired if each.leaves and (each.ready is None or each.ready.rank is None)]:
+        for each in [each for each in self._hired if each.leaves and each.rank is None]:
             ray.kill(each.handle)
             self._forget(each)
 
-    def _forget(self, hired: _Hired) -> None:
-        self._hired.remove(hired)
-        if hired.ready is not None:
-            self._registry.drop(hired.ready)
+    def _forget(self, actor: RankActor) -> None:
+        self._hired.remove(actor)
+        self.registry.drop(actor)
 
-    def _dismiss(self, hired: _Hired) -> None:
-        hired.leaves = True
-        if hired.ready is not None:
-            self._registry.remove(hired.ready)
-            if hired.ready.rank is not None:
-                hired.handle.leave.options(concurrency_group=CONTROL).remote()
+    def _dismiss(self, actor: RankActor) -> None:
+        actor.leaves = True
+        self.registry.remove(actor)
+        if actor.rank is not None:
+            actor.handle.leave.options(concurrency_group=CONTROL).remote()
 
 
 def _draining() -> Mapping[str, Any]:
@@ -207,9 +185,7 @@ class ElasticAdapter:
             "start_timeout": settings.timeout_s,
         }
         self._create: Callable[[], Any] | None = None
-        self._registry: ActorRegistry | None = None
         self._pool: ActorPool | None = None
-        self._secret = ""
 
     def start(self, create: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
         """Waits for the actors of ``min_workers``."""
@@ -219,51 +195,31 @@ class ElasticAdapter:
 
     def execute(self, function: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], None]]) -> list[Any]:
         """Runs a job whose ranks call ``function``; returns what it returns on those that finish."""
-        registry, pool = self._fill()
-        registry.callbacks = callbacks
+        pool = self._fill()
+        pool.registry.callbacks = callbacks
         job = None
         try:
-            machines = in_order(registry.actors, this_host())
-            ordered = number(machines, use_gpu=self._worker["GPU"] > 0)[: self._most]
-            most = max(len(ordered), pool.most)
             create = self._create
             packed = pack(lambda: function(None if create is None else create()))  # by value, without this module
-            given = {**self._given, "num_proc": len(ordered), "max_num_proc": most, "env": self._env}
-            call = partial(run_tied, registry.address, packed)
-            job = RayJob(self._secret, machines, most, call, given, grows=registry.is_reachable)
+            call = partial(run_tied, pool.registry.address, packed)
+            job = RayJob(pool.registry, call, {**self._given, "env": self._env}, pool.most)
             while not job.has_ended(durations.RAY_LOOK):
                 with suppress(EngineError):  # it ends just now
-                    job.follow(registry)
+                    job.follow()
             return job.result()
         finally:
             if job is not None:
                 job.kill()
             self.shutdown()
 
-    def run_remote(self, function: Callable[[Any], Any]) -> NoReturn:
-        """Not in elastic jobs, as in Horovod."""
-        raise UnsupportedError(f"run_remote({function!r}): an elastic job's actors come and go: use run.")
-
-    def execute_single(self, function: Callable[[Any], Any]) -> NoReturn:
-        """Not in elastic jobs, as in Horovod."""
-        raise UnsupportedError(f"execute_single({function!r}): an elastic job's actors come and go: use execute.")
-
     def shutdown(self) -> None:
         """Ends the actors."""
         pool, self._pool = self._pool, None
-        registry, self._registry = self._registry, None
         if pool is not None:
             pool.close()
-        if registry is not None:
-            registry.close()
 
-    def _fill(self) -> tuple[ActorRegistry, ActorPool]:
-        if self._pool is None or self._registry is None:
-            self._secret = secrets.token_hex(32)
-            own, room = ray.util.get_node_ip_address(), rooms(ray.nodes(), self._worker)
-            free = {"alive": True, "NodeManagerAddress": own, "Resources": ray.available_resources()}
-            is_enough = set(room) == {own} and (self._most or 0) <= rooms([free], self._worker).get(own, 0)
-            self._registry = ActorRegistry(self._secret, None if is_enough else own, self._timeout)
-            self._pool = ActorPool(self._registry, self._secret, self._worker, self._most, self._discovery)
+    def _fill(self) -> ActorPool:
+        if self._pool is None:
+            self._pool = ActorPool(self._worker, self._most, self._discovery, self._timeout)
         self._pool.wait(self._least, self._timeout)
-        return self._registry, self._pool
+        return self._pool

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -11,12 +12,32 @@ from typing import Any, final
 import ray
 
 from choros import durations
+from choros.errors import UnsupportedError
 from choros.ray.elastic import ElasticAdapter
 from choros.ray.job import raise_cause
-from choros.ray.messages import RaySettings
 from choros.ray.static import StaticAdapter
 
 Callback = Callable[[Any], None]
+
+
+@dataclass
+class RaySettings:
+    """The settings of an executor, in seconds; ``discovery`` says where elastic jobs may run, as Horovod's."""
+
+    nics: Any = None
+    verbose: int = 1
+    key: str | None = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    timeout_s: float = 30
+    placement_group_timeout_s: float = 100
+    elastic: bool = False
+    discovery: Any = None
+    min_num_proc: int = 1
+    max_num_proc: int | None = None
+    reset_limit: int | None = None
+    elastic_timeout: float = 600
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @final
@@ -79,7 +100,7 @@ class RayExecutor:
             raise ValueError("Give either `num_workers` or `num_hosts`, or `min_workers` for an elastic job.")
         worker = resources_of(cpus_per_worker, gpus_per_worker, use_gpu=use_gpu)
         self.settings = settings
-        self.settings.elastic = min_workers is not None
+        self.settings.elastic = self._is_elastic = min_workers is not None
         env = {"OMP_NUM_THREADS": str(max(1, int(cpus_per_worker))), **_texts(env_vars)}
         kind: type = StaticAdapter
         own: dict[str, Any] = {
@@ -173,12 +194,12 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Returns at once, with a reference of Ray's to what each rank returns. Not in elastic jobs."""
-        references: list[Any] = self._call("run_remote", without_object(fn, args, kwargs))
+        references: list[Any] = self._call("run_remote", without_object(fn, args, kwargs), instead="run")
         return references
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Returns what ``fn`` returns on rank 0, which alone calls it. Not in elastic jobs."""
-        return self._call("execute_single", fn)
+        return self._call("execute_single", fn, instead="execute")
 
     def shutdown(self) -> None:
         """Ends ranks and actors, and gives their resources back to Ray."""
@@ -192,9 +213,12 @@ class RayExecutor:
         with suppress(Exception):  # what the adapter has made ends with it
             ray.kill(adapter)
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def _call(self, name: str, *args: Any, instead: str = "") -> Any:
+        """Calls a method of the adapter; one with another ``instead`` of it is not for elastic jobs, as in Horovod."""
         if self.adapter is None:
             raise RuntimeError("call start() first.")
+        if instead and self._is_elastic:
+            raise UnsupportedError(f"{name}({args[0]!r}): an elastic job's actors come and go: use {instead}.")
         method = getattr(self.adapter, name)
         if not self._is_remote:
             return method(*args)

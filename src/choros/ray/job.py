@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Never, final
@@ -16,15 +17,13 @@ from choros.launch.agents.hub import Hub
 from choros.launch.agents.messages import HUB, HostSlots
 from choros.launch.plan.arguments import Arguments
 from choros.launch.run import run_call
-from choros.ray.messages import ActorPlace
-from choros.ray.registry import ActorRegistry, ReadyActor
+from choros.ray.registry import ActorRegistry, RankActor
 from choros.settings import VARIABLES
 from choros.topology.clusters import ClusterHost
 from choros.transport.address import this_host
 from choros.transport.channel import connect
 from choros.transport.secret import Key
 
-_DEVICES = "CUDA_VISIBLE_DEVICES"
 _CLUSTER = "the Ray cluster"
 #: Ray sets it for an actor without CPUs; ranks have some.
 _THREADS = "OMP_NUM_THREADS"
@@ -40,28 +39,10 @@ def slots_of(actors: Mapping[str, int], most: int) -> dict[str, int]:
     return {**actors, last: actors[last] + max(0, most - sum(actors.values()))}
 
 
-def in_order(actors: Sequence[ReadyActor], own_machine: str) -> list[list[ReadyActor]]:
-    """Returns the actors of each machine: first those of the one where the job is launched, this one if it has any."""
-    machines = list(dict.fromkeys(each.place.machine for each in actors))
-    machines.sort(key=lambda machine: machine != own_machine)
-    return [[each for each in actors if each.place.machine == machine] for machine in machines]
-
-
-def number(machines: Sequence[Sequence[ReadyActor]], *, use_gpu: bool) -> list[ReadyActor]:
-    """Numbers the actors as mpirun numbers their ranks, which see all GPUs of their machine; returns them in order."""
-    for actors in machines:
-        give_devices(actors, use_gpu=use_gpu)
-    ordered = [each for actors in machines for each in actors]
-    for index, each in enumerate(ordered):
-        each.number = index
-    return ordered
-
-
-def give_devices(actors: Sequence[ReadyActor], *, use_gpu: bool) -> None:
-    """Lets the ranks of a machine's actors see the GPUs of all: local rank n uses the n-th of them."""
-    devices = ",".join(sorted((gpu for each in actors for gpu in each.place.gpus), key=lambda gpu: (len(gpu), gpu)))
-    for each in actors:
-        each.environ = {_DEVICES: devices} if use_gpu else {}
+def in_order(actors: Sequence[RankActor], own_machine: str) -> list[RankActor]:
+    """Returns the actors by machines: first those of the one where the job is launched, this one if it has any."""
+    machines = list(dict.fromkeys(each.machine for each in actors))
+    return sorted(actors, key=lambda each: (each.machine != own_machine, machines.index(each.machine)))
 
 
 @final
@@ -77,7 +58,7 @@ class JobLauncher:
 
     def listen(self, machines: int, slots: int) -> str:
         """Waits for agents of the other ``machines`` from now on, with ``slots`` here; returns at which address."""
-        self._hub = Hub(ClusterHost(_CLUSTER, 0, machines, port=0), slots, os.environ)
+        self._hub = Hub(ClusterHost(_CLUSTER, 0, machines, slots=slots, port=0))
         return f"{ray.util.get_node_ip_address()}:{self._hub.port}"
 
     def run(self, call: Callable[[], Any], given: Mapping[str, Any]) -> list[Any]:
@@ -86,91 +67,104 @@ class JobLauncher:
         if self._hub is None:
             return run_call(call, arguments)
         try:
-            self._hub.wait(arguments.processes, arguments.min_num_proc, durations.AGENTS, print)
-            return run_call(call, self._hub.named(arguments))
+            return run_call(call, self._hub.gather(arguments, durations.AGENTS, print))
         finally:
             self._hub.close(0)
 
     def serve(self, index: int, slots: int, address: str) -> int:
         """Runs the ranks of machine ``index`` of a job, for its launcher at ``address``, until it ends."""
         first, _, port = address.rpartition(":")
-        cluster = ClusterHost(_CLUSTER, index, None, first, port=int(port))
-        return serve_host(cluster, slots, durations.AGENTS, print)
+        return serve_host(ClusterHost(_CLUSTER, index, None, first, slots, int(port)), durations.AGENTS, print)
 
 
 @final
 class RayJob:
-    """A job that runs ``call`` on the actors of ``machines``, on ``most`` at most; others may come if it ``grows``."""
+    """A job whose ranks run ``call`` on the actors of ``registry``; with ``most``, others may come until there are so
+    many.
+
+    Attributes:
+        actors: in the order in which mpirun numbers their ranks.
+    """
 
     def __init__(
-        self,
-        secret: str,
-        machines: Sequence[Sequence[ReadyActor]],
-        most: int,
-        call: Callable[[], Any],
-        given: Mapping[str, Any],
-        *,
-        grows: bool = False,
+        self, registry: ActorRegistry, call: Callable[[], Any], given: Mapping[str, Any], most: int | None = None
     ) -> None:
-        self._secret = secret
-        first = machines[0][0].place
-        self._launcher_machine = first.machine
+        self._registry = registry
+        self.actors = in_order(registry.actors, this_host())
+        for number, each in enumerate(self.actors):
+            each.number = number
         #: By machine, in the order of their hosts: how many ranks it takes when the job is started again.
-        self._slots = _counts(machines)
+        self._slots = _counts(self.actors)
         self._are_told = False
+        first = self.actors[0]
         # On this machine, this node: it is there as long as the executor, while another node of Ray's may be lost.
         node = ray.get_runtime_context().get_node_id() if first.machine == this_host() else first.node
-        self._launcher = _pinned(node, secret)
+        self._launcher = self._pinned(node)
         self._agents: dict[str, tuple[Any, Any]] = {}
         self._address = ""
-        slots = slots_of(self._slots, most)
-        if len(machines) == 1 and not grows:
-            given = {**given, "hosts": f"localhost:{most}"}
+        given = {**given, "num_proc": len(self.actors)}
+        if most is not None:
+            given["max_num_proc"] = most = max(most, len(self.actors))
+        slots = slots_of(self._slots, most or len(self.actors))
+        if len(slots) == 1 and not (most is not None and registry.is_reachable):
+            given["hosts"] = f"localhost:{slots[first.machine]}"
         else:
-            own = slots[self._launcher_machine]
             try:
-                self._address = ray.get(self._launcher.listen.remote(len(machines), own))
+                self._address = ray.get(self._launcher.listen.remote(len(slots), slots[first.machine]))
             except ray.exceptions.RayActorError as error:
                 raise LaunchError(f"the actor that launches the job could not be started: {error}") from error
-            for index, actors in enumerate(machines[1:], 1):
-                self._add_machine(actors[0].place, index, slots[actors[0].place.machine])
+            for machine in list(slots)[1:]:
+                self._add_machine(machine, slots, self.actors)
         self.ended = self._launcher.run.remote(call, given)
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Whether it has ended within ``seconds``, by whatever."""
         return bool(ray.wait([self.ended], timeout=seconds)[0])
 
-    def follow(self, registry: ActorRegistry) -> None:
+    def wait_for_ranks(self, seconds: float) -> None:
+        """Waits until all ranks have their actors; the job's error if it ends before that."""
+        waited, count = 0.0, len(self.actors)
+        while not self._registry.wait(lambda actors: sum(each.seated for each in actors) >= count, durations.RAY_LOOK):
+            waited += durations.RAY_LOOK
+            if self.has_ended():
+                self.result()
+                raise LaunchError("the job has ended before its ranks were started.")
+            if waited > seconds + durations.RAY_CONNECT:
+                raise LaunchError(f"{count} ranks did not come to their actors within {waited:.0f} s.")
+
+    def follow(self) -> None:
         """Lets the job know of more actors, and of machines that have some now: it goes on there from a commit."""
-        if not self._address or not any(each.seated for each in registry.actors):
+        actors = self._registry.actors
+        if not self._address or not any(each.seated for each in actors):
             return  # it begins with slots for all ranks that may come
-        places, counts = self._machines(registry)
+        counts = _counts(actors)
         ended = {machine for machine, (_, served) in self._agents.items() if ray.wait([served], timeout=0)[0]}
         added = [machine for machine in counts if machine not in self._slots or machine in ended]
         if added:
             time.sleep(durations.RAY_MORE)  # for all actors of these machines
-            places, counts = self._machines(registry)
+            actors = self._registry.actors
+            counts = _counts(actors)
         slots = {machine: max(count, counts.get(machine, 0)) for machine, count in self._slots.items()}
         slots |= {machine: counts[machine] for machine in added if machine in counts}
         if self._are_told and slots == self._slots and not added:
             return
-        key = Key(bytes.fromhex(self._secret))
+        key = Key(bytes.fromhex(self._registry.secret))
         with closing(connect(self._address, key, "executor", HUB, durations.RAY_CONNECT)) as hub:
             hub.send(HostSlots(dict(enumerate(slots.values()))))
             hub.receive()
         self._slots, self._are_told = slots, True
         for machine in added:
             if machine in counts:
-                self._add_machine(places[machine], list(slots).index(machine), slots[machine])
+                self._add_machine(machine, slots, actors)
 
-    def _machines(self, registry: ActorRegistry) -> tuple[dict[str, ActorPlace], dict[str, int]]:
-        machines = in_order(registry.actors, self._launcher_machine)
-        return {actors[0].place.machine: actors[0].place for actors in machines}, _counts(machines)
+    def _add_machine(self, machine: str, slots: Mapping[str, int], actors: Sequence[RankActor]) -> None:
+        agent = self._pinned(next(each.node for each in actors if each.machine == machine))
+        served = agent.serve.remote(list(slots).index(machine), slots[machine], self._address)
+        self._agents[machine] = agent, served
 
-    def _add_machine(self, place: ActorPlace, index: int, slots: int) -> None:
-        agent = _pinned(place.node, self._secret)
-        served = agent.serve.remote(index, slots, self._address)
-        self._agents[place.machine] = agent, served
+    def _pinned(self, node: str) -> Any:
+        options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, False)}
+        return ray.remote(JobLauncher).options(**options).remote(self._registry.secret)
 
     def result(self, seconds: float | None = None) -> list[Any]:
         """Returns what the ranks have returned, once they have; an error of choros if the job has failed."""
@@ -199,22 +193,5 @@ def raise_cause(error: "ray.exceptions.RayTaskError") -> Never:
     raise error
 
 
-def wait_for_ranks(registry: ActorRegistry, job: RayJob, count: int, seconds: float) -> None:
-    """Waits until ``count`` ranks have their actors; the job's error if it ends before that."""
-    waited = 0.0
-    while not registry.wait(lambda actors: sum(each.seated for each in actors) >= count, durations.RAY_LOOK):
-        waited += durations.RAY_LOOK
-        if job.has_ended():
-            job.result()
-            raise LaunchError("the job has ended before its ranks were started.")
-        if waited > seconds + durations.RAY_CONNECT:
-            raise LaunchError(f"{count} ranks did not come to their actors within {waited:.0f} s.")
-
-
-def _counts(machines: Sequence[Sequence[ReadyActor]]) -> dict[str, int]:
-    return {actors[0].place.machine: len(actors) for actors in machines}
-
-
-def _pinned(node: str, secret: str) -> Any:
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(JobLauncher).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy).remote(secret)
+def _counts(actors: Sequence[RankActor]) -> dict[str, int]:
+    return dict(Counter(each.machine for each in actors))

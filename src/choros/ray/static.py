@@ -1,10 +1,12 @@
 """Jobs that are not elastic: ``start`` starts the ranks, which run one call after the other until ``shutdown``."""
 
+from __future__ import annotations
+
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import ray
 from ray.util.placement_group import PlacementGroup, get_current_placement_group, remove_placement_group
@@ -13,12 +15,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from choros import durations
 from choros.errors import LaunchError, WorkerFailed
 from choros.launch.run import pack
-from choros.ray.job import RayJob, in_order, number, raise_cause, wait_for_ranks
-from choros.ray.messages import RaySettings
+from choros.ray.job import RayJob, raise_cause
 from choros.ray.rank import serve_calls
-from choros.ray.registry import ActorRegistry, ReadyActor
-from choros.ray.worker import CONTROL, create_placement_group, create_worker, no_room
+from choros.ray.registry import ActorRegistry, RankActor
+from choros.ray.worker import CONTROL, create_placement_group, hire, no_room
 from choros.transport.address import this_host
+
+if TYPE_CHECKING:
+    from choros.ray.executor import RaySettings
 
 
 @final
@@ -48,33 +52,28 @@ class StaticAdapter:
 
     def start(self, create: Callable[[], Any] | None, env: Mapping[str, str]) -> None:
         """Starts actors and ranks; each makes an object by ``create``."""
-        self.workers = handles = self._create_workers()
         secret, seconds = secrets.token_hex(32), self._settings.placement_group_timeout_s + self._settings.timeout_s
+        actors = self._hire(secret)
+        self.workers = [each.handle for each in actors]
         try:
-            places = ray.get([each.listen.remote(secret) for each in handles], timeout=seconds)
+            places = ray.get([each.listening for each in actors], timeout=seconds)
         except ray.exceptions.GetTimeoutError as error:  # a placement group of the user's may have too few bundles
-            raise no_room(f"{len(handles)} workers with {dict(self._resources)}", seconds) from error
-        actors = [ReadyActor(*each) for each in zip(handles, places, strict=True)]
-        machines = in_order(actors, this_host())
-        ordered = number(machines, use_gpu=self._resources["GPU"] > 0)
-        self.workers = [each.handle for each in ordered]
-        ip = (
-            ray.util.get_node_ip_address() if len(machines) > 1 or machines[0][0].place.machine != this_host() else None
-        )
-        self._registry = ActorRegistry(secret, ip, self._settings.timeout_s)
-        self._registry.add(*ordered)
-        given = {
-            "num_proc": len(ordered),
-            "start_timeout": self._settings.timeout_s,
-            "env": {**self._env, **env},
-        }
-        self._job = RayJob(secret, machines, len(ordered), partial(serve_calls, self._registry.address), given)
-        wait_for_ranks(self._registry, self._job, len(ordered), self._settings.timeout_s)
+            raise no_room(f"{len(actors)} workers with {dict(self._resources)}", seconds) from error
+        for each, place in zip(actors, places, strict=True):
+            each.note_place(*place)
+        is_here = all(each.machine == this_host() for each in actors)
+        ip = None if is_here else ray.util.get_node_ip_address()
+        self._registry = registry = ActorRegistry(secret, ip, self._settings.timeout_s)
+        registry.add(*actors)
+        given = {"start_timeout": self._settings.timeout_s, "env": {**self._env, **env}}
+        call = partial(serve_calls, registry.address, pack(create or (lambda: None)))
+        self._job = RayJob(registry, call, given)
+        self.workers = [each.handle for each in self._job.actors]
+        self._job.wait_for_ranks(self._settings.timeout_s)
         if create is not None:
-            packed = pack(create)
-            self._get([each.create.remote(packed) for each in self.workers])
+            self._get(self.run_remote(lambda _: None))  # all have their objects then
 
-    def _create_workers(self) -> list[Any]:
+    def _hire(self, secret: str) -> list[RankActor]:
         """Returns new actors, in the placement group in which this is called, or in one of their own."""
         group = get_current_placement_group() if self._shares_group else None
         per_bundle = self._per_host if self._hosts else 1
@@ -87,7 +86,7 @@ class StaticAdapter:
             for index in range(self._size)
         )
         return [
-            create_worker(self._resources, index, self._size, scheduling_strategy=each)
+            hire(self._resources, secret, index, self._size, scheduling_strategy=each)
             for index, each in enumerate(strategies)
         ]
 

@@ -4,7 +4,7 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from choros import durations
 from choros.errors import LaunchError, WorkerFailed
-from choros.ray.messages import ACTOR, END, LEAVE, ActorPlace, CallOnRank
+from choros.ray.rank import ACTOR, END, LEAVE
+from choros.ray.registry import RankActor
 from choros.transport.address import LOOPBACK, this_host
 from choros.transport.channel import Channel, ChannelClosed, Listener
 from choros.transport.secret import Key
@@ -52,20 +53,28 @@ class RayWorker:
         """This actor's environment."""
         return dict(os.environ)
 
-    def listen(self, secret: str) -> ActorPlace:
-        """Begins to listen for a rank of this machine; returns where this actor is."""
+    def listen(self, secret: str) -> tuple[str, str, str, Sequence[str]]:
+        """Begins to listen for a rank of this machine; returns the arguments of ``RankActor.note_place``."""
         listening = socket.create_server((LOOPBACK, 0))
         address = f"{LOOPBACK}:{listening.getsockname()[1]}"
         self._listener = Listener(listening, Key(bytes.fromhex(secret)), ACTOR, self._serve)
-        return ActorPlace(self.node_id(), this_host(), address, tuple(map(str, self.get_gpu_ids())))
-
-    def create(self, packed: bytes) -> None:
-        """Makes the object that calls get."""
-        self._exchange(CallOnRank(packed, creates=True))
+        return self.node_id(), this_host(), address, tuple(map(str, self.get_gpu_ids()))
 
     def execute(self, packed: bytes) -> Any:
         """Returns what the rank's call returns; ``WorkerFailed`` if it raises, or the rank ends."""
-        return pickle.loads(self._exchange(CallOnRank(packed)))  # noqa: S301  (from a rank of this job)
+        with self._calling:
+            found = self._connected()
+            if found is None:
+                raise LaunchError("no rank is connected to this actor: the executor was not started, or has ended.")
+            channel, rank = found
+            try:
+                channel.send(packed)
+                answer = channel.receive()
+            except ChannelClosed as error:
+                raise _failed(rank, "has ended before its call returned", "") from error
+        if isinstance(answer, str):
+            raise _failed(rank, f"has raised an exception:\n{answer}", answer)
+        return pickle.loads(answer)  # noqa: S301  (from a rank of this job)
 
     def leave(self) -> None:
         """Asks the rank to leave in order."""
@@ -95,22 +104,6 @@ class RayWorker:
         with self._changed:
             self._changed.wait_for(lambda: self._rank is not None, durations.RAY_CONNECT)
             return self._rank
-
-    def _exchange(self, message: Any) -> bytes:
-        with self._calling:
-            found = self._connected()
-            if found is None:
-                raise LaunchError("no rank is connected to this actor: the executor was not started, or has ended.")
-            channel, rank = found
-            try:
-                channel.send(message)
-                answer = channel.receive()
-            except ChannelClosed as error:
-                raise _failed(rank, "has ended before its call returned", "") from error
-        if isinstance(answer, str):
-            raise _failed(rank, f"has raised an exception:\n{answer}", answer)
-        returned: bytes = answer
-        return returned
 
 
 def _failed(rank: int, what: str, text: str) -> WorkerFailed:
@@ -142,10 +135,12 @@ def no_room(what: str, seconds: float) -> TimeoutError:
     )
 
 
-def create_worker(worker: Mapping[str, float], *args: Any, **options: Any) -> Any:
+def hire(worker: Mapping[str, float], secret: str, *args: Any, host: str = "", **options: Any) -> RankActor:
     """Returns a new actor that holds the resources of a worker, with further options of Ray's."""
     groups = {CONTROL: 3}  # not max_concurrency, with which Ray does not keep the order of calls
     kind = ray.remote(
         num_cpus=worker["CPU"], num_gpus=worker["GPU"], concurrency_groups=groups, max_restarts=0, **options
     )
-    return kind(RayWorker).remote(*args)
+    handle = kind(RayWorker).remote(*args)
+    ended = handle.stay.options(concurrency_group=CONTROL).remote()
+    return RankActor(handle, handle.listen.remote(secret), ended, host)

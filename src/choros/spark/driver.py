@@ -1,37 +1,56 @@
-"""The Spark driver's part of a job: submits the barrier stage, shows what ranks print, returns their results."""
+"""The barrier stage of a job: the Spark driver submits it, shows what ranks print and returns their results. A task, in
+Spark's Python worker, only places: tasks tell each other where they run; the first one of each machine has a program
+beside it, which starts the ranks there, and the others hold their slots.
+
+::
+
+    driver ◄── what ranks print ── host.py ◄─ a pipe ── task 0      task 2        task 1 ── a pipe ─► host.py
+                                     │ mpirun          (first of machine a)  (first of machine b)       │ its daemon
+                                  ranks 0, 1                                                         rank 2
+                                     └───────── hub (launch/agents) ◄────────────────────────────────────┘
+
+The program is a process of its own: it catches signals, has ranks as children, and changes the environment, which
+Spark's worker, that other tasks use later, does not expect. When the worker dies, so does the program's input.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import pickle
 import queue
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import closing, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, final
 
 import cloudpickle
 
 from choros import durations
-from choros.errors import ConfigError, LaunchError
-from choros.spark.plan import ALL_PRINTED, DRIVER, STARTED, SUPERSEDED, Printed, Returned, SparkJob
-from choros.spark.task import run_task
-from choros.transport.address import LOOPBACK
+from choros.errors import ChorosError, ConfigError, LaunchError
+from choros.spark.plan import ALL_PRINTED, DRIVER, STARTED, SUPERSEDED, Machine, Printed, SparkJob, machines_of
+from choros.transport.address import LOOPBACK, this_host
 from choros.transport.channel import Channel, ChannelClosed, Listener
 from choros.transport.secret import Key
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from pyspark import BarrierTaskContext, SparkContext
 
 
 #: How often Spark tries a stage, if the session does not say it.
 _ATTEMPTS = 4
+#: Python's arguments for the program beside a task.
+_PROGRAM = ("-P", "-m", "choros.spark.host")
 #: What Spark's messages begin with before they say what has happened.
 _REASON = re.compile(r".*(?:Most recent failure reason: |Job aborted due to stage failure: |SparkException: )")
 
@@ -69,7 +88,7 @@ class DriverPort:
     def __init__(self, secret: str, address: str) -> None:
         listening = socket.create_server((address, 0))
         self.port = int(listening.getsockname()[1])
-        self.received: queue.SimpleQueue[str | Printed | Returned | BaseException] = queue.SimpleQueue()
+        self.received: queue.SimpleQueue[str | Printed | bytes | BaseException] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._last: tuple[Channel, threading.Event] | None = None
         self._listener = Listener(listening, Key(bytes.fromhex(secret)), DRIVER, self._serve)
@@ -127,9 +146,9 @@ def run_job(job: SparkJob, size: int, show: Callable[[Printed], None]) -> list[A
                 text = f"choros.spark: {lost} It is tried again: attempt {attempt + 1} of {attempts}.\n"
                 show(Printed(error=True, text=text))
             tasks = _wait_for_slots(context, least, most, arguments.elastic_timeout or job.start)
-    if returned.failure is not None:
-        raise returned.failure
-    results: list[Any] = cloudpickle.loads(returned.results)
+    results: list[Any] | ChorosError = cloudpickle.loads(returned)
+    if isinstance(results, ChorosError):
+        raise results
     return results
 
 
@@ -165,7 +184,7 @@ def _too_slow(tasks: int, seconds: float, what: str) -> LaunchError:
 
 def _run_stage(
     context: SparkContext, job: SparkJob, tasks: int, port: DriverPort, show: Callable[[Printed], None]
-) -> Returned:
+) -> bytes:
     """Runs the stage in a thread of its own, while this one shows what ranks print; returns what it has returned."""
     from pyspark.util import InheritableThread
 
@@ -185,7 +204,7 @@ def _run_stage(
     thread.start()
     deadline: float | None = time.monotonic() + job.start  # none once all tasks have started
     try:
-        while not isinstance(message := _next(port, deadline), Returned):
+        while not isinstance(message := _next(port, deadline), bytes):
             if isinstance(message, Printed):
                 show(message)
             elif isinstance(message, str):  # STARTED
@@ -202,7 +221,7 @@ def _run_stage(
     return message
 
 
-def _next(port: DriverPort, deadline: float | None) -> str | Printed | Returned | BaseException | None:
+def _next(port: DriverPort, deadline: float | None) -> str | Printed | bytes | BaseException | None:
     with suppress(queue.Empty):
         return port.received.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
     return None
@@ -225,3 +244,74 @@ def _spark_error(error: BaseException, *, has_started: bool) -> BaseException:
     if is_final or not (has_started or "ExecutorLostFailure" in text):
         return LaunchError(f"Spark could not run the job: {why}")
     return StageLost(f"Spark has lost a task of the barrier stage: {why.rstrip('.')}.")
+
+
+def run_task(job: SparkJob, _: Iterable[Any]) -> Iterator[bytes]:
+    """Runs this task's part of ``job``; yields what the program of the first one answers: the ranks' results, or the
+    error that says why there are none, pickled, as the program has what unpickles them.
+    """
+    from pyspark import BarrierTaskContext
+
+    context = BarrierTaskContext.get()
+    number = context.partitionId()
+    own = json.dumps(asdict(_own_machine(context, number)))
+    machines = machines_of([Machine(**json.loads(text)) for text in context.allGather(own)])
+    index = next((index for index, machine in enumerate(machines) if machine.tasks[0] == number), None)
+    if index == 0:
+        with _beside(job, machines, 0, 0) as answer:
+            port: int | bytes = answer()  # the hub's, for the other machines; 0 if there are none
+            if isinstance(port, bytes):
+                raise cloudpickle.loads(port)
+            context.allGather(str(port))
+            returned = answer()
+            context.barrier()  # an executor that is lost never comes here: the stage fails, not the job
+        yield returned
+        return
+    hub = int(context.allGather("")[0])
+    if index is not None:
+        with _beside(job, machines, index, hub) as answer:
+            answer()
+    context.barrier()
+
+
+def _own_machine(context: BarrierTaskContext, number: int) -> Machine:
+    from pyspark import SparkFiles
+
+    address = context.getTaskInfos()[number].address.rpartition(":")[0]
+    devices = context.resources().get("gpu")
+    directory = os.path.join(os.path.abspath(SparkFiles.getRootDirectory()), f"choros-{uuid.uuid4().hex}")
+    return Machine(this_host(), address, directory, [number], [devices.addresses if devices else ()])
+
+
+@contextmanager
+def _beside(job: SparkJob, machines: tuple[Machine, ...], index: int, port: int) -> Iterator[Callable[[], Any]]:
+    """A block beside which the program of machine ``index`` runs, with what returns its next message; when it is left,
+    or this process dies, the program ends.
+    """
+    own = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)  # which the ranks' Python knows itself
+    shipped = [path for path in sys.path if path and not any(Path(path).is_relative_to(each) for each in own)]
+    with subprocess.Popen(
+        [sys.executable, *_PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(shipped)},  # choros may be what the application ships
+        start_new_session=True,  # Spark ends its workers by a signal to their group
+    ) as process:
+        assert process.stdin is not None  # noqa: S101  (a pipe)
+        try:
+            pickle.dump((job, machines, index, port), process.stdin)
+            process.stdin.flush()
+            yield partial(_answer, process)
+        finally:
+            process.stdin.close()
+            process.wait()
+
+
+def _answer(process: subprocess.Popen[bytes]) -> Any:
+    try:
+        return pickle.load(process.stdout)  # type: ignore[arg-type]  # noqa: S301  (from a process of this one's)
+    except EOFError:
+        code = process.wait()
+        raise LaunchError(
+            f"the program that starts the ranks of this machine has ended with {code}: the executor's log says why."
+        ) from None

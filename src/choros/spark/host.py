@@ -33,7 +33,6 @@ from choros.spark.plan import (
     VISIBLE,
     Machine,
     Printed,
-    Returned,
     SparkJob,
     run_packed,
 )
@@ -41,7 +40,6 @@ from choros.topology.clusters import ClusterHost
 from choros.transport.channel import Channel, ChannelClosed, connect
 from choros.transport.secret import job_key
 
-_NAME = "Spark"
 _AT_ONCE = 1 << 12
 
 
@@ -58,14 +56,12 @@ def main() -> None:
     os.mkdir(scratch, 0o700)
     try:
         if index == 0:
-            message = _run(job, machines, partial(_answer, answers), partial(_end, scratch))
+            returned: Any = _run(job, machines, partial(_answer, answers), partial(_end, scratch))
         else:
-            message = Returned(b"")
-            cluster = ClusterHost(_NAME, index, len(machines), machines[0].address, port=port)
-            serve_host(cluster, len(machines[index].tasks), job.start, _show)
+            returned = serve_host(_as_host(machines, index, port), job.start, _show)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    _answer(answers, message)
+    _answer(answers, cloudpickle.dumps(returned))
 
 
 def _end_with_input(scratch: str) -> None:
@@ -92,7 +88,7 @@ def _show(text: str) -> None:
 
 def _run(
     job: SparkJob, machines: tuple[Machine, ...], answer: Callable[[int], None], end: Callable[[], NoReturn]
-) -> Returned:
+) -> list[Any] | ChorosError:
     """Runs the job, whose results the driver gets through the task; ``answer`` gives that the port of its hub."""
     try:
         driver = connect(job.driver, job_key(os.environ, [job.driver]), "task 0", DRIVER, durations.CONNECT)
@@ -105,14 +101,13 @@ def _run(
             stack.enter_context(redirect_stderr(_DriverStream(driver, error=True)))
             try:
                 call = partial(run_packed, job.call, _visible_to(arguments, machines))
-                results = run_call(call, arguments, job.sentences, job.executable)
+                return run_call(call, arguments, job.sentences, job.executable)
             finally:
                 finish()
     except ChorosError as error:
-        return Returned(b"", error)
+        return error
     except Exception as error:  # noqa: BLE001  (what ranks return may need a module that is not here)
-        return Returned(b"", LaunchError(f"the job could not be run: {type(error).__name__}: {error}"))
-    return Returned(cloudpickle.dumps(results))
+        return LaunchError(f"the job could not be run: {type(error).__name__}: {error}")
 
 
 def _visible_to(arguments: Arguments, machines: tuple[Machine, ...]) -> tuple[Machine, ...]:
@@ -127,11 +122,14 @@ def _with_hosts(
     if len(machines) == 1:
         answer(0)
         return job.arguments
-    hub = Hub(ClusterHost(_NAME, 0, len(machines), port=0), len(machines[0].tasks), os.environ)
+    hub = Hub(_as_host(machines, 0, 0))
     stack.callback(hub.close, 0)
     answer(hub.port)
-    hub.wait(None, None, job.start, _show)
-    return hub.named(job.arguments)
+    return hub.gather(job.arguments, job.start, _show)
+
+
+def _as_host(machines: tuple[Machine, ...], index: int, port: int) -> ClusterHost:
+    return ClusterHost("Spark", index, len(machines), machines[0].address, len(machines[index].tasks), port)
 
 
 def _follow(driver: Channel, end: Callable[[], NoReturn]) -> Callable[[], None]:

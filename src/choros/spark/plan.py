@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from choros.errors import ChorosError
 from choros.launch.bootstrap import unpack
 from choros.launch.plan.arguments import Arguments
 from choros.transport.address import this_host
@@ -33,14 +32,6 @@ class Printed:
 
     error: bool
     text: str
-
-
-@dataclass(frozen=True)
-class Returned:
-    """To the task: the ranks' results, pickled by the program, which has what unpickles them, or why there are none."""
-
-    results: bytes = field(repr=False)
-    failure: ChorosError | None = None
 
 
 @dataclass(frozen=True)

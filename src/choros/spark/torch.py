@@ -13,7 +13,7 @@ the weights of one process with the whole batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, final
@@ -119,19 +119,20 @@ def train(task: TorchTask) -> tuple[bytes, list[dict[str, Any]], tuple[int, ...]
         backward_passes_per_step=task.backward_passes_per_step,
         **given,
     )
-    data = _RankBatches(task, task.rows, device, task.train_steps_per_epoch)
-    held_out = None if task.held_out is None else _RankBatches(task, task.held_out, device)
+    data = _arrays(task.rows)
+    held_out = None if task.held_out is None else _arrays(task.held_out)
 
     @hvd.elastic.run
     def epochs(state: Any) -> None:
         while state.epoch < task.epochs:
-            record: dict[str, Any] = {"epoch": state.epoch, "train": _pass(task, model, data, state.epoch, optimizer)}
+            trained, widths = _pass(task, model, data, device, state.epoch, optimizer)
+            record: dict[str, Any] = {"epoch": state.epoch, "train": trained}
             if held_out is not None:
                 with torch.no_grad():
-                    record["validation"] = _pass(task, model, held_out, state.epoch, None)
+                    record["validation"], _ = _pass(task, model, held_out, device)
             if task.verbose and hvd.rank() == 0:
                 print(record, flush=True)  # noqa: T201  (as Horovod's does)
-            state.history, state.widths = [*state.history, record], data.widths
+            state.history, state.widths = [*state.history, record], widths
             state.epoch += 1
             state.commit()
 
@@ -153,72 +154,70 @@ def _device(local_rank: int) -> Any:
     return torch.device("cuda")
 
 
-@final
-class _RankBatches:
-    """The rank's rows of each global batch."""
-
-    def __init__(self, task: TorchTask, rows: ParquetRows, device: Any, steps: int | None = None) -> None:
-        self._task, self._device, self._steps = task, device, steps
-        self._arrays = dict(zip(rows.columns, rows.arrays(), strict=True))
-        self._rows = len(next(iter(self._arrays.values())))
-        #: How many values each output of the model has for a row, known after a batch.
-        self.widths: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        number = -(-self._rows // self._task.batch)
-        return number if self._steps is None else min(number, self._steps)
-
-    def of_epoch(self, epoch: int, *, shuffle: bool) -> Iterator[tuple[list[Any], list[Any], int, float]]:
-        """Yields inputs, labels, how many rows these are, and by what their mean loss is weighed. A rank without rows
-        of a batch gets one, which counts nothing, as all ranks make the same steps.
-        """
-        import choros.torch as hvd
-        from choros.data.rows import order_of
-        from choros.topology import shard_range
-
-        order = order_of(self._rows, self._task.random_seed or 0, epoch) if shuffle else np.arange(self._rows)
-        for first in range(0, len(self) * self._task.batch, self._task.batch):
-            indices = order[first : first + self._task.batch]
-            start, end = shard_range(len(indices), hvd.rank(), hvd.size())
-            own = indices[start:end] if end > start else indices[:1]
-            labels = [self._tensor(name, own) for name in self._task.plan.labels]
-            yield self._inputs(own), labels, end - start, (end - start) * hvd.size() / len(indices)
-
-    def _inputs(self, own: Any) -> list[Any]:
-        found = [self._tensor(name, own) for name in self._task.plan.features]
-        shapes = self._task.shapes
-        return found if shapes is None else [each.reshape(shape) for each, shape in zip(found, shapes, strict=True)]
-
-    def _tensor(self, name: str, own: Any) -> Any:
-        import torch
-
-        return torch.from_numpy(np.asarray(self._arrays[name][own], dtype="float32")).to(self._device)
+#: The columns of rows, by their names.
+_Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
-def _pass(task: TorchTask, model: Any, batches: _RankBatches, epoch: int, optimizer: Any) -> dict[str, float]:
-    """Trains for an epoch, or without an optimizer validates; returns the mean loss and metrics over all rows."""
+def _arrays(rows: ParquetRows) -> _Arrays:
+    return dict(zip(rows.columns, rows.arrays(), strict=True))
+
+
+def _pass(
+    task: TorchTask, model: Any, arrays: _Arrays, device: Any, epoch: int = 0, optimizer: Any = None
+) -> tuple[dict[str, float], tuple[int, ...]]:
+    """Trains for an epoch, or without an optimizer validates; returns the mean loss and metrics over all rows, and how
+    many values each output of the model has for a row.
+    """
     import torch
 
     import choros.torch as hvd
+    from choros.data.rows import order_of
 
     model.train(optimizer is not None)
+    rows = len(next(iter(arrays.values())))
+    is_shuffled = task.shuffle and optimizer is not None
+    order = order_of(rows, task.random_seed or 0, epoch) if is_shuffled else np.arange(rows)
+    steps = None if optimizer is None else task.train_steps_per_epoch
+    batches = [order[first : first + task.batch] for first in range(0, rows, task.batch)][:steps]
     sums: Counter[Any] = Counter()
-    shuffled = batches.of_epoch(epoch, shuffle=task.shuffle and optimizer is not None)
-    for number, (inputs, labels, rows, share) in enumerate(shuffled, 1):
+    widths: tuple[int, ...] = ()
+    for number, indices in enumerate(batches, 1):
+        inputs, labels, count = _of_rank(task, arrays, indices, device)
         outputs = _outputs(model(*inputs))
-        batches.widths = tuple(each.numel() // len(each) for each in outputs)
+        widths = tuple(each.numel() // len(each) for each in outputs)
         like = [_like(label, output) for label, output in zip(labels, outputs, strict=True)]
         loss = _loss(task, outputs, like)
         if optimizer is not None:
-            (loss * share).backward()
+            (loss * (count * hvd.size() / len(indices))).backward()
             if number % task.backward_passes_per_step == 0 or number == len(batches):
                 optimizer.step()
                 optimizer.zero_grad()
         named = {getattr(each, "__name__", type(each).__name__): each for each in task.metrics}
         measured = {name: float(metric(outputs[0], like[0])) for name, metric in named.items()}
-        sums.update({name: rows * value for name, value in {"loss": loss.item(), **measured, "rows": 1}.items()})
+        sums.update({name: count * value for name, value in {"loss": loss.item(), **measured, "rows": 1}.items()})
     total = hvd.allreduce(torch.tensor(list(sums.values()), dtype=torch.float64), op=hvd.Sum, name="sums").tolist()
-    return {name: value / total[-1] for name, value in zip(sums, total, strict=True) if name != "rows"}
+    return {name: value / total[-1] for name, value in zip(sums, total, strict=True) if name != "rows"}, widths
+
+
+def _of_rank(task: TorchTask, arrays: _Arrays, indices: Any, device: Any) -> tuple[list[Any], list[Any], int]:
+    """Returns inputs and labels of this rank's rows of a batch, and how many rows these are. A rank without rows gets
+    one, which counts nothing, as all ranks make the same steps.
+    """
+    import torch
+
+    import choros.torch as hvd
+    from choros.topology import shard_range
+
+    start, end = shard_range(len(indices), hvd.rank(), hvd.size())
+    own = indices[start:end] if end > start else indices[:1]
+
+    def tensors(names: Sequence[str]) -> list[Any]:
+        return [torch.from_numpy(np.asarray(arrays[name][own], dtype="float32")).to(device) for name in names]
+
+    inputs, shapes = tensors(task.plan.features), task.shapes
+    if shapes is not None:
+        inputs = [each.reshape(shape) for each, shape in zip(inputs, shapes, strict=True)]
+    return inputs, tensors(task.plan.labels), end - start
 
 
 def _loss(task: TorchTask, outputs: Sequence[Any], labels: Sequence[Any]) -> Any:

@@ -21,8 +21,8 @@ _PORT_VARIABLES = ("PET_MASTER_PORT", "MASTER_PORT")
 @dataclass(frozen=True)
 class ClusterHost:
     """Hosts on which a cluster has started the same command; this one is number ``index`` of ``size`` (``None``: as
-    many as ranks are wanted). ``first``: the address of number 0, which may be empty there. ``slots``: the
-    accelerators of a host, as far as the cluster says.
+    many as ranks are wanted). ``first``: the address of number 0, which may be empty there. ``slots``: how many
+    ranks this host takes; from variables, its accelerators, as far as the cluster says.
     """
 
     name: str

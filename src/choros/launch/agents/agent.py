@@ -43,9 +43,9 @@ _AT_ONCE = 1 << 16
 _WRAPPER = "launch/wrapper/__main__.py"
 
 
-def serve_host(cluster: ClusterHost, slots: int, seconds: float, show: Callable[[str], None]) -> int:
-    """Runs the ranks of this host, with ``slots``, for the chorosrun on the first one, which must come within
-    ``seconds``; returns the job's exit code. ``PeerLostError``: that chorosrun has gone.
+def serve_host(cluster: ClusterHost, seconds: float, show: Callable[[str], None]) -> int:
+    """Runs the ranks of this host for the chorosrun on the first one, which must come within ``seconds``; returns the
+    job's exit code. ``PeerLostError``: that chorosrun has gone.
     """
     address = str(Master(cluster.first, cluster.port))
     hub = _connected(cluster, address, seconds, show)
@@ -54,7 +54,7 @@ def serve_host(cluster: ClusterHost, slots: int, seconds: float, show: Callable[
     for number in _LEAVES:
         signal.signal(number, lambda *_: commands.leave())
     try:
-        hub.send(AgentReady(cluster.index, slots, _own_name()))
+        hub.send(AgentReady(cluster.index, cluster.slots or 1, _own_name()))
         show(f"chorosrun: this host runs ranks for chorosrun on {cluster.first}, which shows what they print.")
         while isinstance(message := hub.receive(), RunCommand):
             commands.obey(message)

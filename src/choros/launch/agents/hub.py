@@ -6,7 +6,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, final
@@ -33,25 +33,25 @@ from choros.transport.channel import Channel, ChannelClosed, Listener, listen
 from choros.transport.secret import job_key
 
 
-def slots_of(cluster: ClusterHost, arguments: Arguments, count_accelerators: Callable[[], int]) -> int:
-    """Returns how many ranks a host of the cluster takes: as requested, one for each accelerator, or equal shares."""
+def with_slots(cluster: ClusterHost, arguments: Arguments, count_accelerators: Callable[[], int]) -> ClusterHost:
+    """Returns the cluster with how many ranks a host takes: as requested, one for each accelerator, or equal shares."""
     slots = arguments.nproc_per_node or cluster.slots or count_accelerators()
-    if slots or arguments.processes is None or cluster.size is None:
-        return slots or 1
-    return -(-arguments.processes // cluster.size)
+    if not slots and arguments.processes is not None and cluster.size is not None:
+        slots = -(-arguments.processes // cluster.size)
+    return replace(cluster, slots=slots or 1)
 
 
 @final
 class Hub:
-    """Listens for agents and shells from when it is made to ``close``; ``slots``: this host's.
+    """Listens for agents and shells from when it is made to ``close``.
 
     Attributes:
         port: where it listens; another one than the cluster's if that is 0.
     """
 
-    def __init__(self, cluster: ClusterHost, slots: int, environ: Mapping[str, str]) -> None:
+    def __init__(self, cluster: ClusterHost) -> None:
         self._cluster = cluster
-        self._own = Host(os.uname().nodename, slots)
+        self._own = Host(os.uname().nodename, cluster.slots or 1)
         self._changed = threading.Condition()
         #: By the number of its host; a host that is lost stays until another one has its number.
         self._hosts: dict[int, Host] = {}
@@ -59,7 +59,7 @@ class Hub:
         self._shells: dict[int, tuple[str, Channel]] = {}
         self._commands = 0
         self._closed = False
-        key = job_key(environ, [f"{self._own.name}:{cluster.port or 1}"])
+        key = job_key(os.environ, [f"{self._own.name}:{cluster.port or 1}"])
         try:
             listening = listen("", cluster.port)
         except OSError as error:
@@ -89,27 +89,16 @@ class Hub:
     def _present(self) -> tuple[Host, ...]:
         return tuple(host for host in self.hosts if host is self._own or host.name in self._agents)
 
-    def named(self, arguments: Arguments) -> Arguments:
-        """Returns ``arguments`` of a job on the hosts that are there, and in an elastic job on those that come."""
-        with self._changed:
-            there = self._present
-        if (arguments.min_num_proc, arguments.max_num_proc) == (None, None):
-            return replace(arguments, ssh_command=self._shell, hosts=",".join(map(str, there)))
-        asked, most = arguments.num_proc, arguments.max_num_proc
-        if asked is not None:  # fewer may suffice
-            asked, most = min(asked, total_slots(there)), most or asked
-        script = str(self._script)
-        return replace(
-            arguments, ssh_command=self._shell, host_discovery_script=script, num_proc=asked, max_num_proc=most
-        )
-
-    def wait(self, slots: int | None, least: int | None, seconds: float, show: Callable[[str], None]) -> None:
-        """Waits for the cluster's hosts, or ``slots``; after ``seconds`` for ``least`` slots, or HostUnreachable."""
-        if slots is None and self._cluster.size is None:
+    def gather(self, arguments: Arguments, seconds: float, show: Callable[[str], None]) -> Arguments:
+        """Waits for the cluster's hosts, or for slots for all ranks; after ``seconds`` those of an elastic job's fewest
+        suffice, else HostUnreachable. Returns ``arguments`` of a job on the hosts that are there, and in an elastic job
+        on those that come.
+        """
+        if arguments.processes is None and self._cluster.size is None:
             raise ConfigError(f"{self._cluster.name} does not say how many hosts there are: give -np, or -H.")
         deadline, shown = time.monotonic() + seconds, time.monotonic() + durations.SLOW_CHECK
         with self._changed:
-            while lacking := self._lacking(slots):
+            while lacking := self._lacking(arguments.processes):
                 now = time.monotonic()
                 if now >= deadline:
                     break
@@ -120,7 +109,7 @@ class Hub:
                     shown = now + durations.AGENTS_SHOWN
                 self._changed.wait(min(deadline, shown) - now)
             there = self._present
-        found = total_slots(there)
+        found, least = total_slots(there), arguments.min_num_proc
         if lacking and (least is None or found < least):
             refused = (
                 f" The last connection that was refused: {self._listener.refusal}" if self._listener.refusal else ""
@@ -130,6 +119,15 @@ class Hub:
                 f"{', '.join(map(str, there))}. Each host "
                 f"must run this command, and reach port {self.port} of {self._own.name}.{refused}"
             )
+        if (least, arguments.max_num_proc) == (None, None):
+            return replace(arguments, ssh_command=self._shell, hosts=",".join(map(str, there)))
+        asked, most = arguments.num_proc, arguments.max_num_proc
+        if asked is not None:  # fewer may suffice
+            asked, most = min(asked, found), most or asked
+        script = str(self._script)
+        return replace(
+            arguments, ssh_command=self._shell, host_discovery_script=script, num_proc=asked, max_num_proc=most
+        )
 
     def _lacking(self, slots: int | None) -> str:
         if self._cluster.size is not None:

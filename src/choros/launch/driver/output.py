@@ -29,7 +29,7 @@ from choros.errors import ConfigError
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.job import Job
 from choros.launch.plan.roles import NO_ROLES, Roles
-from choros.launch.protocol.frames import Text
+from choros.launch.protocol.frames import ERR, OUT, Written
 from choros.ownership import overwrite
 
 #: If a rank writes more than this at once, nothing of it is merged: to read each line would slow the rank down.
@@ -70,9 +70,9 @@ class LineMerger:
     """Merges equal lines, whatever their logger's time and thread; methods return the output to show at time ``now``.
 
     >>> merger = LineMerger(size=2)
-    >>> merger.add(Text(0, "err", b"hello\\n"), now=0.0)
+    >>> merger.add(Written(0, "err", b"hello\\n"), now=0.0)
     []
-    >>> merger.add(Text(1, "err", b"hello\\n"), now=0.01)
+    >>> merger.add(Written(1, "err", b"hello\\n"), now=0.01)
     [Lines(ranks=(0, 1), stream='err', data=b'hello\\n')]
     """
 
@@ -82,7 +82,7 @@ class LineMerger:
         #: The ranks that have written a partial line on standard error.
         self._unfinished: set[int] = set()
 
-    def add(self, text: Text, now: float) -> list[Lines]:
+    def add(self, text: Written, now: float) -> list[Lines]:
         """Adds output of a rank."""
         for data, key in self._parts(text):
             if key is None or not self._join(text.rank, key):
@@ -108,9 +108,9 @@ class LineMerger:
         """Returns the seconds until something is due; ``None`` if nothing is held."""
         return max(0.0, min(held.due for held in self._held) - now) if self._held else None
 
-    def _parts(self, text: Text) -> Iterator[tuple[bytes, bytes | None]]:
+    def _parts(self, text: Written) -> Iterator[tuple[bytes, bytes | None]]:
         """Yields lines that may be merged, with their keys, and all other output, without one."""
-        if text.stream != "err":
+        if text.stream != ERR:
             yield text.data, None
             return
         data = text.data
@@ -217,7 +217,7 @@ def open_files(directory: Path, size: int, roles: Roles = NO_ROLES) -> Files:
     """Creates ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``, or ``DIR/worker.N/…``, of each rank."""
     files: Files = {}
     for rank in range(size):
-        for stream in ("out", "err"):
+        for stream in (OUT, ERR):
             path = directory / roles.directory(rank) / f"std{stream}"
             try:
                 files[rank, stream] = overwrite(path)
@@ -244,7 +244,7 @@ class Output:
         files: Files | None = None,
         merger: LineMerger | None = None,
     ) -> None:
-        self._streams: dict[str, Write | None] = {"out": out, "err": err}
+        self._streams: dict[str, Write | None] = {OUT: out, ERR: err}
         self._prefix = prefix
         self._timestamp = timestamp
         self._colour = colour
@@ -255,7 +255,7 @@ class Output:
         self._listen: Callable[[str], None] = lambda _text: None
         self._listen_to_bytes: Callable[[bytes], None] = lambda _data: None
 
-    def write(self, text: Text) -> None:
+    def write(self, text: Written) -> None:
         """Writes a rank's output to its files, and to the screen, where lines may be held: see ``due_after``."""
         self._show(self._merger.add(text, time.monotonic()))
         self._write_to_file(text)
@@ -275,7 +275,7 @@ class Output:
     def write_to_file(self, rank: int, text: str) -> None:
         """Writes a rank's final traceback to its file only: the screen shows it with the job's outcome."""
         if text:
-            self._write_to_file(Text(rank, "err", text.encode("utf-8", "surrogateescape") + b"\n"))
+            self._write_to_file(Written(rank, ERR, text.encode("utf-8", "surrogateescape") + b"\n"))
 
     def show(self, text: str) -> None:
         """Shows a message of chorosrun itself, after all that the ranks have written."""
@@ -335,7 +335,7 @@ class Output:
 
     def _show_now(self, text: str) -> None:
         self._finish_line()
-        self._write("err", text.encode("utf-8", "surrogateescape") + b"\n")
+        self._write(ERR, text.encode("utf-8", "surrogateescape") + b"\n")
 
     def _write(self, name: str, data: bytes) -> None:
         """Writes to a stream. If that is not possible any more, the job continues without it."""
@@ -346,7 +346,7 @@ class Output:
                 write(data)
         except OSError as error:
             self._streams[name] = None
-            if not isinstance(error, BrokenPipeError) and name == "out":  # "| head" is no error
+            if not isinstance(error, BrokenPipeError) and name == OUT:  # "| head" is no error
                 self._show_now(
                     f"chorosrun: standard output cannot be written ({error.strerror}); the job continues without it."
                 )
@@ -358,7 +358,7 @@ class Output:
             return stamp + label
         return b"%s\x1b[%dm%s\x1b[0m" % (stamp, _COLOURS[ranks[0] % len(_COLOURS)], label)
 
-    def _write_to_file(self, text: Text) -> None:
+    def _write_to_file(self, text: Written) -> None:
         try:
             if self._files:
                 rest = memoryview(text.data)

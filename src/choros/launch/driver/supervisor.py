@@ -4,7 +4,7 @@
 
     chorosrun (this) ── signals (``stopping.py``) ──► mpirun ──► wrappers
          ▲                                                          │
-         └──────── Start, Text, Result, Exit, … frames ◄────────────┘
+         └──────── Start, Written, Exit, … frames ◄─────────────────┘
          events and progress of the ranks ──► ``wait_watch.py``: who waits for whom, and for how long
 
 mpirun has its own session: a Ctrl-C reaches only chorosrun, which forwards it and gives ranks time to save. With
@@ -37,7 +37,7 @@ from choros.launch.driver.wait_watch import StackRequests, WaitWatch
 from choros.launch.plan.command import Command
 from choros.launch.plan.job import Elastic, Job, Limits
 from choros.launch.processes.control import RECORD_OF, STACKS_OF, VIEW_OF, answer, send_text
-from choros.launch.protocol.frames import Events, Exit, Frame, FrameReader, Received, Result, Stacks, Start, Text
+from choros.launch.protocol.frames import Exit, Frame, FrameReader, Received, Stacks, Start, Written
 from choros.launch.protocol.payload import PayloadSender
 from choros.launch.protocol.wrapper_options import STACKS
 from choros.observe import events
@@ -160,12 +160,9 @@ class Supervisor:
 
     def _on_frame(self, frame: Frame) -> None:
         match frame:
-            case Text():
-                self._output.write(frame)
-                self._write_due()
-            case Result():
+            case Written(stream="result"):
                 self._job_end.results.setdefault(frame.rank, bytearray()).extend(frame.data)
-            case Events():
+            case Written(stream="events"):
                 for line in frame.data.splitlines():
                     with suppress(ValueError):  # from another version of choros on another host
                         event = Event.from_json(line)
@@ -174,6 +171,9 @@ class Supervisor:
                         self._waits.note(frame.rank, event)
                         if event.kind is Kind.METRICS:
                             self._record.note_metrics(event)
+            case Written():
+                self._output.write(frame)
+                self._write_due()
             case Start():
                 self._on_start(frame)
             case RankProgress():

@@ -2,7 +2,7 @@
 
 ::
 
-    ‹1e› {"kind":"Text","rank":1,"stream":"out","newline":28} ‹1f› what the rank printed ‹0a›
+    ‹1e› {"kind":"Written","rank":1,"stream":"out","newline":28} ‹1f› what the rank printed ‹0a›
     mark  fields, in JSON                                          data, with ‹1c› in place of each newline
 
 Open MPI forwards whole lines; any without the mark is its own. Its time grows with the square of their length from
@@ -39,9 +39,15 @@ class Start:
     added: bool = False
 
 
+#: The streams of a rank: standard output and error, the pickled return value of its function, and its events.
+OUT, ERR, RESULT, EVENTS = "out", "err", "result", "events"
+
+
 @dataclass(frozen=True)
-class Text:
-    """Output of the rank on stream ``"out"`` or ``"err"``: lines with their ends, or a partial line."""
+class Written:
+    """What the rank has written to a stream: of ``OUT`` and ``ERR`` lines with their ends, or a partial line; of
+    ``EVENTS`` lines of JSON, as ``choros.observe`` writes them; of ``RESULT`` a chunk.
+    """
 
     rank: int
     stream: str
@@ -53,22 +59,6 @@ class Received:
     """Rank 0 has got the first ``count`` lines of the payload: see ``payload.py``."""
 
     count: int
-
-
-@dataclass(frozen=True)
-class Result:
-    """A chunk of the pickled return value of the rank's function."""
-
-    rank: int
-    data: bytes
-
-
-@dataclass(frozen=True)
-class Events:
-    """Events of the rank: lines of JSON, as ``choros.observe`` writes them."""
-
-    rank: int
-    data: bytes
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,7 @@ class Exit:
     restarts: int = 0
 
 
-Frame = Start | Text | Received | Result | Events | RankProgress | Stacks | Exit
+Frame = Start | Written | Received | RankProgress | Stacks | Exit
 
 _KINDS: dict[str, type[Frame]] = {kind.__name__: kind for kind in get_args(Frame)}
 
@@ -108,8 +98,8 @@ _KINDS: dict[str, type[Frame]] = {kind.__name__: kind for kind in get_args(Frame
 def encode(frame: Frame) -> bytes:
     """Returns the line that encodes ``frame``.
 
-    >>> encode(Text(rank=0, stream="out", data=b"hello\\n"))
-    b'\\x1e{"kind":"Text","rank":0,"stream":"out","newline":28}\\x1fhello\\x1c\\n'
+    >>> encode(Written(rank=0, stream="out", data=b"hello\\n"))
+    b'\\x1e{"kind":"Written","rank":0,"stream":"out","newline":28}\\x1fhello\\x1c\\n'
     """
     fields = {"kind": type(frame).__name__, **asdict(frame)}
     data: bytes = fields.pop("data", b"")
@@ -135,7 +125,7 @@ def decode(line: bytes) -> Frame | None:
     try:
         fields = json.loads(text)
         kind = _KINDS[fields.pop("kind")]
-        if kind in (Text, Result, Events):
+        if kind is Written:
             newline = fields.pop("newline", ord("\n"))
             replaced = reversed(_ESCAPES) if newline is None else ((b"\n", bytes([newline])),)
             for byte, replacement in replaced:

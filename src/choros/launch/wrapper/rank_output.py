@@ -10,7 +10,7 @@ from functools import partial
 from typing import IO
 
 from choros import durations
-from choros.launch.protocol.frames import Events, Frame
+from choros.launch.protocol.frames import EVENTS, Frame, Written
 from choros.launch.wrapper.transcript import Transcript
 from choros.observe.events import Event, Kind
 from choros.observe.processes import resident_bytes
@@ -114,7 +114,7 @@ class RankOutput:
         for kind, call in ((Kind.WAITED, self._stalled), (Kind.WAITING, stalled)):
             if call and (self._stalled != stalled or (kind is Kind.WAITING and repeat)):
                 event = Event(kind, call, self.rank, time.time(), {"seconds": seconds, "matched": done.last_size})
-                self.send(Events(self.rank, event.to_json().encode()))
+                self.send(Written(self.rank, EVENTS, event.to_json().encode()))
         self._stalled = stalled
         after = stall - seconds if moves and not stalled else stall / 2
         look = partial(self.watch_data, stall, repeat=repeat)

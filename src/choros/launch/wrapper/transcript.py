@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from choros import durations
-from choros.launch.protocol.frames import Events, Frame, Result, Text
+from choros.launch.protocol.frames import ERR, EVENTS, OUT, RESULT, Frame, Written
 
 #: A longer partial line is passed on at once.
 _LONGEST = 1 << 15
@@ -137,8 +137,6 @@ class TracebackBuffer:
         return released
 
 
-#: The pipes of a rank.
-OUT, ERR, RESULT, EVENTS = "out", "err", "result", "events"
 #: In the event of a rank that an exception ends.
 _CRASHED = b'"kind":"rank crashed"'
 #: What Open MPI prints for collectives that a lost rank has interrupted, and its connections, which choros handles.
@@ -160,7 +158,7 @@ class Transcript:
     """Converts a rank's bytes to frames: lines at once, which share one, tracebacks once it is known to continue.
 
     >>> list(Transcript(rank=0).feed(OUT, b"hello\\n", now=0.0))
-    [Text(rank=0, stream='out', data=b'hello\\n')]
+    [Written(rank=0, stream='out', data=b'hello\\n')]
     """
 
     def __init__(self, rank: int) -> None:
@@ -191,13 +189,13 @@ class Transcript:
         """Adds data from a pipe; empty data means that the pipe is closed."""
         if stream == RESULT:
             for start in range(0, len(data), _FRAME):
-                yield Result(self._rank, data[start : start + _FRAME])
+                yield Written(self._rank, RESULT, data[start : start + _FRAME])
         elif stream == EVENTS:
             *lines_of_json, self._events = (self._events + data).split(b"\n")
             if any(_CRASHED in line for line in lines_of_json):
                 self._traceback_buffer.crashed()
             if lines_of_json:
-                yield Events(self._rank, b"\n".join(lines_of_json))
+                yield Written(self._rank, EVENTS, b"\n".join(lines_of_json))
         else:
             lines = self._lines[stream]
             yield from self._frames(stream, lines.feed(data, now) if data else lines.flush(), now)
@@ -235,10 +233,10 @@ class Transcript:
     def _texts(self, stream: str, data: bytes) -> Iterator[Frame]:
         while len(data) > _FRAME:
             cut = max(data.rfind(b"\n", 0, _FRAME), data.rfind(b"\r", 0, _FRAME - 1)) + 1 or _FRAME
-            yield Text(self._rank, stream, data[:cut])
+            yield Written(self._rank, stream, data[:cut])
             data = data[cut:]
         if data:
-            yield Text(self._rank, stream, data)
+            yield Written(self._rank, stream, data)
 
 
 def _text(data: bytes) -> str:

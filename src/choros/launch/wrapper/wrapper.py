@@ -48,7 +48,18 @@ from choros.launch.processes.process_tree import (
     set_option,
     signal_group,
 )
-from choros.launch.protocol.frames import Exit, Frame, Received, Stacks, Start, encode
+from choros.launch.protocol.frames import (
+    ERR,
+    EVENTS,
+    OUT,
+    RESULT,
+    Exit,
+    Frame,
+    Received,
+    Stacks,
+    Start,
+    encode,
+)
 from choros.launch.protocol.wrapper_options import RESULT_FD, SIGNAL_MEANINGS, STACKS, WrapperOptions
 from choros.launch.wrapper.preparation import (
     command_environment,
@@ -58,7 +69,6 @@ from choros.launch.wrapper.preparation import (
     repairs,
 )
 from choros.launch.wrapper.rank_output import RankOutput
-from choros.launch.wrapper.transcript import ERR, EVENTS, OUT, RESULT
 from choros.observe import EVENTS_FD, EVERY_EVENT, MOVE
 from choros.observe.processes import state_of, take_stacks
 from choros.settings import VARIABLES, Config
