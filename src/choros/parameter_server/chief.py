@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import cloudpickle
+import keras
 
 from choros import durations
 from choros.errors import ConfigError, EngineError
@@ -42,6 +43,7 @@ from choros.parameter_server.queue import (
 )
 from choros.parameter_server.scope_objects import ScopeObjects, layers_in_order
 from choros.parameter_server.session import ServerSession
+from choros.training.keras_internals.models import trained_variables
 from choros.transport.channel import ChannelClosed, Failure
 
 _log = logging.getLogger(__name__)
@@ -321,8 +323,6 @@ class Definitions:
 
     def _also(self, reference: Reference) -> set[Reference]:
         """What a worker is to have besides, when it has the rest: how a model is compiled, or an optimizer's models."""
-        import keras
-
         tag, number = reference
         if tag != "created":
             return set()
@@ -333,8 +333,6 @@ class Definitions:
         return {("created", key[0]) for key in keys if isinstance(key, tuple)}
 
     def _trained_by(self, optimizer: Any) -> tuple[VariableKey, ...]:
-        from choros.training.keras_internals.models import trained_variables
-
         return self._session.keys_of(trained_variables(optimizer))
 
     def _definition(self, reference: Reference) -> tuple[Definition, frozenset[Reference]]:
@@ -377,8 +375,6 @@ class Definitions:
         """Pickles an optimizer, its variables without weight decay and, if it is built, all of them; or a model, and
         where its weights are.
         """
-        import keras
-
         if isinstance(item, keras.optimizers.Optimizer):
             created = item, (self._session.undecayed(item), self._trained_by(item))
             return self._dumps(created, lambda part: None if part is item else self._reference(part))

@@ -2,10 +2,10 @@
 that run the same script create them in the same order, and the chief sends recipes of the others (recipes.py).
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
+import keras
 import numpy as np
 
 from choros.arrays import adapter_of
@@ -14,6 +14,7 @@ from choros.distribute.fit.training import KerasCall
 from choros.errors import ConfigError
 from choros.parameter_server.messages import Reference, Report
 from choros.parameter_server.slots import Slots
+from choros.training.keras_internals.models import layers_of
 
 
 @final
@@ -74,10 +75,6 @@ class ScopeObjects:
 
     def models(self) -> Iterator[tuple[int, Any]]:
         """Yields the fully built models with their numbers; one without ``build`` has only its layers' weights."""
-        import keras
-
-        from choros.training.keras_internals.models import layers_of
-
         for number, item in sorted(self._created.items()):
             if isinstance(item, keras.Model) and all(
                 layer.built or type(layer).build is keras.Layer.build for layer in layers_of(item)
@@ -86,8 +83,6 @@ class ScopeObjects:
 
     def loss_scales(self) -> Iterator[tuple[int, Any]]:
         """Yields the built loss-scale optimizers with their numbers."""
-        import keras
-
         for number, item in sorted(self._created.items()):
             if isinstance(item, keras.optimizers.LossScaleOptimizer) and item.built:
                 yield number, item
@@ -122,8 +117,6 @@ class ScopeObjects:
 
     def shared_layers(self, model: Any) -> dict[int, Reference]:
         """Returns references by ``id`` to layers that other models share: inner models, and layers of earlier ones."""
-        import keras
-
         number_of = {id(item): number for number, item in self._created.items() if isinstance(item, keras.Model)}
         own = {id(layer): layer for layer in _parts(model, "layer") if layer is not model}
         within = {key: layer for key, layer in own.items() if key in number_of}
@@ -142,10 +135,6 @@ class ScopeObjects:
         """Returns the reference that finds ``item`` in other processes; ``None`` if it is no Keras object, or a layer
         without weights that is no part of a model; ConfigError if it was not created in the scope.
         """
-        if "keras" not in sys.modules:
-            return None
-        import keras
-
         if not isinstance(item, (keras.Layer, keras.Variable, keras.Metric, keras.optimizers.Optimizer)):
             return None
         for tag, known in (("created", self._created), ("metric", self._metrics)):
@@ -178,10 +167,6 @@ class ScopeObjects:
 
 def layers_in_order(model: Any) -> list[Any]:
     """Its layers, in the order of each copy: without inputs, which models have in common here, but not their copies."""
-    import keras
-
-    from choros.training.keras_internals.models import layers_of
-
     return [layer for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)]
 
 

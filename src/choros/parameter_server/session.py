@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, final
 
+import keras
 import numpy as np
 
 from choros.arrays import adapter_of
@@ -289,8 +290,6 @@ class ServerSession:
 
     def _discover_variables(self, number: int, variables: Sequence[Any], statistics: AbstractSet[int]) -> None:
         """Adds variables of a model or a loss scale; optimizers do not update those in ``statistics``."""
-        import keras
-
         self._seen.add(number)
         if planned := self._planned.get(number):
             # The chief may have numbered the weights that models have in common by another one of them.
@@ -372,8 +371,6 @@ class _Noted:
 
 def copy_of(variable: Any) -> Array | None:
     """Returns a copy of a variable's value, also while a function is traced; ``None`` if JAX has given it away."""
-    import keras
-
     value = local_value(variable)
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, Queue
 from typing import Any, NoReturn, final
 
+import keras
+
 from choros.errors import StrategyError
 from choros.observe import events
 from choros.observe.events import Kind
@@ -28,8 +30,6 @@ class Worker:
     """A worker's role; once ``serving``, as a chief has connected, only the chief adds objects."""
 
     def __init__(self, cluster: Cluster, exclusive: AbstractContextManager[Any] | None = None) -> None:
-        import keras
-
         self.strategy: Any = None
         self.objects = ScopeObjects()
         self.serving = False
@@ -160,8 +160,6 @@ class Worker:
         self._defined[definition.reference] = definition.revision
 
     def _add_created(self, number: int, created: Any, about: Any) -> None:
-        import keras
-
         self.objects.put(("created", number), created)
         if not isinstance(created, keras.optimizers.Optimizer):
             self.session.plan(number, about)
