@@ -25,6 +25,7 @@ import cloudpickle
 import keras
 
 from choros import durations
+from choros.distribute.fit.training import KerasCall
 from choros.errors import ConfigError, EngineError
 from choros.parameter_server import closures
 from choros.parameter_server.cluster import Cluster, TaskConnection
@@ -36,7 +37,6 @@ from choros.parameter_server.queue import (
     Clocks,
     Closure,
     ClosureQueue,
-    PerWorkerDataset,
     PerWorkerValues,
     RemoteValue,
     WorkerTimes,
@@ -130,10 +130,6 @@ class Chief:
             reports, self._reports = self._reports, []
         for report in reports:
             self.objects.add_metrics(report)
-
-    def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Returns the handle of a data set that every worker creates for itself."""
-        return PerWorkerDataset(self._definitions.add_dataset(dataset_fn))
 
     @contextmanager
     def _flushed_after_error(self) -> Iterator[None]:
@@ -289,13 +285,7 @@ class Definitions:
         self._session = session
         self._objects = session.objects
         self._reference = reference
-        self._datasets: list[Any] = []
         self._made: dict[Reference, tuple[Definition, frozenset[Reference]]] = {}
-
-    def add_dataset(self, dataset: Any) -> int:
-        """Adds a data set of workers, or the function that creates it; returns its number."""
-        self._datasets.append(dataset)
-        return len(self._datasets) - 1
 
     def dumps(self, item: Any) -> tuple[bytes, frozenset[Reference]]:
         """Pickles ``item``; returns the references in it as well."""
@@ -326,7 +316,7 @@ class Definitions:
         tag, number = reference
         if tag != "created":
             return set()
-        if self._objects.last_compile(number) is not None:
+        if ("compiled", number) in self._objects.revisions:
             return {("compiled", number)}
         item = self._objects.resolve(reference)
         keys = self._trained_by(item) if isinstance(item, keras.optimizers.Optimizer) else ()
@@ -351,22 +341,18 @@ class Definitions:
 
     def _pickle(self, reference: Reference) -> tuple[bytes, frozenset[Reference]]:
         tag, number = reference
-        if tag == "dataset":
-            dataset = self._datasets[number]
-            return self.dumps(getattr(dataset, "python_function", dataset))
-        if tag == "compiled":
-            return self.dumps(self._compile_arguments(number))
         item = self._objects.resolve(reference)
+        if tag == "dataset":
+            return self.dumps(item)
+        if tag == "compiled":
+            return self.dumps(self._compile_arguments(number, item))
         if tag == "metric":
             return self._dumps(item, lambda part: None if part is item else self._reference(part))
         return self._created(item)
 
-    def _compile_arguments(self, number: int) -> tuple[Any, ...]:
+    def _compile_arguments(self, number: int, call: KerasCall) -> tuple[Any, ...]:
         """Returns what ``compile_copy`` takes; an optimizer's name is replaced by the optimizer created."""
         model = self._objects.resolve(("created", number))
-        call = self._objects.last_compile(number)
-        if call is None:
-            raise ConfigError(f"{model.name!r} is not compiled.")
         if call.get("optimizer") is not None and getattr(model, "optimizer", None) is not None:
             call = call.replaced(optimizer=model.optimizer)
         return call.bound.args, call.bound.kwargs, tuple(layer.trainable for layer in layers_in_order(model))

@@ -2,7 +2,7 @@
 
 Cloudpickle, with these exceptions::
 
-    objects of the scope, data sets of workers     references by number           (ScopeObjects, Worker)
+    objects of the scope, data sets of workers     references by number           (ScopeObjects)
     other layers, models, optimizers, metrics,     recipes                        (parameter_server/recipes.py)
     Keras' losses
     tf.function                                    its Python function, wrapped again by the receiver

@@ -2,7 +2,7 @@
 
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, Queue
 from typing import Any, NoReturn, final
@@ -18,7 +18,6 @@ from choros.parameter_server.cluster import Cluster
 from choros.parameter_server.jobs import chief_lost, leave_signals_to_the_chief, wait_for_chief
 from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Run, StartJob
 from choros.parameter_server.optimizer import add_remote_optimizer, remote_optimizers
-from choros.parameter_server.queue import PerWorkerDataset
 from choros.parameter_server.recipes import compile_copy
 from choros.parameter_server.scope_objects import ScopeObjects
 from choros.parameter_server.session import ServerSession
@@ -36,9 +35,6 @@ class Worker:
         self._cluster = cluster
         self._exclusive = exclusive or nullcontext()
         self._session: ServerSession | None = None
-        self._functions: dict[bytes, tuple[Callable[..., Any], list[closures.Copy]]] = {}
-        self._datasets: dict[int, Any] = {}
-        self._defined: dict[Reference, int] = {}
         self._iterators: dict[tuple[int, int], Iterator[Any]] = {}
         if keras.backend.backend() == "jax":
             from choros.arrays.jax_arrays import spare_xla_thread
@@ -54,11 +50,6 @@ class Worker:
                 "functions passed to ClusterCoordinator.schedule(): only there can workers reach the variables."
             )
         return self._session
-
-    def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Keeps ``dataset_fn`` until the chief sends a function that uses the data set."""
-        self._datasets[len(self._datasets)] = getattr(dataset_fn, "python_function", dataset_fn)
-        return PerWorkerDataset(len(self._datasets) - 1)
 
     def chief(self) -> NoReturn:
         """Runs the functions that the chief sends; exits with code 0 when the job has ended."""
@@ -107,8 +98,7 @@ class Worker:
             raise
         for remote in remote_optimizers(self.objects).values():
             remote.prepare()
-        datasets = {("dataset", number): 0 for number in self._datasets}
-        joined: Joined = self.objects.kinds, {**self.objects.revisions, **datasets}
+        joined: Joined = self.objects.kinds, self.objects.revisions
         chief.send(joined)
 
     def _reply(self, message: Run) -> Ran | Failure:
@@ -116,7 +106,7 @@ class Worker:
         try:
             for definition in message.definitions:
                 self._define(definition)
-            function, captured = self._functions[message.function]
+            function, captured = self.objects.resolve(("function", message.function))
             copies = captured.copy()
             args, kwargs = closures.loads(message.arguments, self._resolve, copies)
             for number, remote in remote_optimizers(self.objects).items():
@@ -141,26 +131,22 @@ class Worker:
             return Failure.of(cause or error)
 
     def _define(self, definition: Definition) -> None:
-        if self._defined.get(definition.reference, -1) >= definition.revision:
+        reference, revision = definition.reference, definition.revision
+        if self.objects.revisions.get(reference, -1) >= revision:
             return  # sent with a function that failed
         with self.strategy.scope():
             copies: list[closures.Copy] = []
             item = closures.loads(definition.pickled, self._resolve, copies)
-            match definition.reference:
-                case ("function", key):
-                    self._functions[key] = item, copies
-                case ("dataset", number):
-                    self._datasets[number] = item
+            match reference:
+                case ("function", _):
+                    item = item, copies
                 case ("compiled", number):
                     compile_copy(self.objects.resolve(("created", number)), *item)
-                case ("metric", _):
-                    self.objects.put(definition.reference, item)
                 case ("created", number):
-                    self._add_created(number, *item)
-        self._defined[definition.reference] = definition.revision
+                    item = self._created(number, *item)
+            self.objects.put(reference, item, revision)
 
-    def _add_created(self, number: int, created: Any, about: Any) -> None:
-        self.objects.put(("created", number), created)
+    def _created(self, number: int, created: Any, about: Any) -> Any:
         if not isinstance(created, keras.optimizers.Optimizer):
             self.session.plan(number, about)
         else:
@@ -168,6 +154,7 @@ class Worker:
             remote = add_remote_optimizer(created, number, lambda: self.session, undecayed=undecayed, trained=trained)
             if remote:
                 remote.prepare()
+        return created
 
     def _resolve(self, reference: Reference) -> Any:
         match reference:
@@ -182,6 +169,6 @@ class Worker:
 
     def _iterator(self, dataset: int, number: int) -> Iterator[Any]:
         if (dataset, number) not in self._iterators:
-            dataset_fn = self._datasets[dataset]
+            dataset_fn = self.objects.resolve(("dataset", dataset))
             self._iterators[dataset, number] = iter(dataset_fn() if callable(dataset_fn) else dataset_fn)
         return self._iterators[dataset, number]
