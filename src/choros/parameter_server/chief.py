@@ -192,10 +192,10 @@ class Chief:
                 except ChannelClosed:
                     self._queue.lost(worker.peer, closure)
                     raise
-                if isinstance(reply, Ran):
-                    self._finish(worker, closure, reply)
-                else:
+                if isinstance(reply, Failure):
                     self._queue.failed(worker, closure, reply.error())
+                else:
+                    self._finish(worker, closure, reply)
             worker.send(None)
         finally:
             self._queue.remove_worker(worker)
@@ -216,10 +216,10 @@ class Chief:
         for definition in definitions:
             if definition.error:
                 return Failure.of(ConfigError(self._not_sent(closure, worker, definition)))
-        arguments = pickle.PickleBuffer(closure.arguments)
-        worker.send(Run(closure.function, arguments, closure.learning_rates, definitions))
+        run: Run = closure.function, pickle.PickleBuffer(closure.arguments), closure.learning_rates, definitions
+        worker.send(run)
         reply: Ran | Failure = worker.receive()
-        if isinstance(reply, Ran):
+        if not isinstance(reply, Failure):
             known.update({each.reference: each.revision for each in definitions})
         return reply
 
@@ -237,16 +237,17 @@ class Chief:
         )
 
     def _finish(self, worker: TaskConnection, closure: Closure, ran: Ran) -> None:
+        pickled, metrics, seconds, waiting = ran
         try:
-            result = closures.loads(ran.result, self.objects.resolve)
+            result = closures.loads(pickled, self.objects.resolve)
         except Exception as error:  # noqa: BLE001  (the user's own types are unpickled)
             self._queue.failed(worker, closure, error)
             return
         with self._lock:
-            self._reports.append(ran.metrics)
+            self._reports.append(metrics)
         self._queue.done(worker, closure, result)
         with self._lock:
-            self._times.note(worker.peer, closure.name, ran.seconds, ran.waiting)
+            self._times.note(worker.peer, closure.name, seconds, waiting)
             if time.monotonic() >= self._times_due:
                 self._compare_workers()
 

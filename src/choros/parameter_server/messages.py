@@ -65,21 +65,9 @@ class Definition:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class Run:
-    """Requests that a worker run a function, by its key; ``definitions`` are what this worker has not received yet."""
-
-    function: bytes
-    arguments: Any
-    learning_rates: Mapping[int, float]
-    definitions: Sequence[Definition]
-
-
-@dataclass(frozen=True)
-class Ran:
-    """The reply to ``Run``; ``seconds`` include getting the servers' values, ``waiting`` is for servers."""
-
-    result: Any
-    metrics: Report
-    seconds: float
-    waiting: float
+#: Requests that a worker run a function: its key, its arguments, the learning rates of optimizers by their numbers, and
+#: the definitions that this worker has not received yet.
+Run = tuple[bytes, Any, Mapping[int, float], Sequence[Definition]]
+#: The reply: the result, the metrics, the seconds that it took with getting the servers' values, and those of waiting
+#: for servers.
+Ran = tuple[Any, Report, float, float]

@@ -103,15 +103,16 @@ class Worker:
 
     def _reply(self, message: Run) -> Ran | Failure:
         session = self.session
+        key, pickled, learning_rates, definitions = message
         try:
-            for definition in message.definitions:
+            for definition in definitions:
                 self._define(definition)
-            function, captured = self.objects.resolve(("function", message.function))
+            function, captured = self.objects.resolve(("function", key))
             copies = captured.copy()
-            args, kwargs = closures.loads(message.arguments, self._resolve, copies)
+            args, kwargs = closures.loads(pickled, self._resolve, copies)
             for number, remote in remote_optimizers(self.objects).items():
-                if number in message.learning_rates:
-                    remote.learning_rate = message.learning_rates[number]
+                if number in learning_rates:
+                    remote.learning_rate = learning_rates[number]
             began, waited = time.perf_counter(), page.waited
             session.servers.failure = None  # of an earlier function, which has caught it
             session.pull()
@@ -125,7 +126,7 @@ class Worker:
             session.push_assigned()
             times = time.perf_counter() - began, page.waited - waited
             pickled = pickle.PickleBuffer(closures.dumps(result, self.objects.reference))
-            return Ran(pickled, self.objects.count_metrics(), *times)
+            return pickled, self.objects.count_metrics(), *times
         except (Exception, SystemExit) as error:  # noqa: BLE001  (what ends a function, its sys.exit, too, is the chief's)
             cause, session.servers.failure = session.servers.failure, None
             return Failure.of(cause or error)
