@@ -28,8 +28,7 @@ from choros import durations
 from choros.distribute.fit.training import KerasCall
 from choros.errors import ConfigError, EngineError
 from choros.parameter_server import closures
-from choros.parameter_server.cluster import Cluster, TaskConnection
-from choros.parameter_server.jobs import wait_for_end
+from choros.parameter_server.cluster import Cluster, TaskConnection, wait_for_end
 from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Report, Run, StartJob
 from choros.parameter_server.optimizer import remote_optimizers
 from choros.parameter_server.placement import Partition, VariableKey

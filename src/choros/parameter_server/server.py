@@ -11,8 +11,7 @@ import keras
 
 from choros.comm import Array
 from choros.errors import ConfigError
-from choros.parameter_server.cluster import CHIEF, this_process
-from choros.parameter_server.jobs import JobServer
+from choros.parameter_server.cluster import CHIEF, JobServer, this_process
 from choros.parameter_server.messages import Changed, Hello, Updated
 from choros.parameter_server.placement import Rows, Shard, SlotKey
 from choros.parameter_server.scope_objects import host

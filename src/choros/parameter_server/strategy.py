@@ -15,8 +15,7 @@ from choros.distribute.fit.training import Training
 from choros.distribute.replicas import ProcessReplicas
 from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError, EngineError, StrategyError
-from choros.parameter_server.cluster import Cluster
-from choros.parameter_server.jobs import JobServer, leave_signals_to_the_chief
+from choros.parameter_server.cluster import Cluster, JobServer, leave_signals_to_the_chief
 from choros.parameter_server.messages import StartJob
 from choros.parameter_server.placement import Partition
 from choros.transport.channel import Channel

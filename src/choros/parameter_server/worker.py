@@ -14,14 +14,13 @@ from choros.observe import events
 from choros.observe.events import Kind
 from choros.observe.progress import page
 from choros.parameter_server import closures
-from choros.parameter_server.cluster import Cluster
-from choros.parameter_server.jobs import chief_lost, leave_signals_to_the_chief, wait_for_chief
+from choros.parameter_server.cluster import Cluster, chief_lost, leave_signals_to_the_chief, wait_for_chief
 from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Run, StartJob
 from choros.parameter_server.optimizer import add_remote_optimizer, remote_optimizers
 from choros.parameter_server.recipes import compile_copy
 from choros.parameter_server.scope_objects import ScopeObjects
 from choros.parameter_server.session import ServerSession
-from choros.transport.channel import Channel, ChannelClosed, Failure, Listener
+from choros.transport.channel import Channel, ChannelClosed, Failure
 
 
 @final
@@ -62,9 +61,7 @@ class Worker:
         leave_signals_to_the_chief()
         arrivals: Queue[tuple[Channel, StartJob]] = Queue()
         # Functions run in this thread, which has the script's settings.
-        listener = Listener(
-            self._cluster.address, self._cluster.key, self._cluster.name, lambda *arrival: arrivals.put(arrival)
-        )
+        listener = self._cluster.listen(lambda *arrival: arrivals.put(arrival))
 
         def arrival(seconds: float) -> tuple[Channel, StartJob] | None:
             with suppress(Empty):
