@@ -45,8 +45,6 @@ from choros.distribute.devices.collectives import (
     gathered,
     reduced,
 )
-from choros.distribute.devices.names import device_name, jax_devices
-from choros.distribute.fit.training import Training
 from choros.distribute.replicas import Axis, ReplicaContext, Replicas
 from choros.distribute.scope import enter_scope
 from choros.distribute.types import PerReplica, ReduceOp
@@ -65,27 +63,6 @@ Unflatten = Callable[[Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Mappin
 _ReplicaFunction = Callable[[ReplicaCollectives, Sequence[Any], Sequence[Any]], Any]
 
 _SHARDED, _REPLICATED = PartitionSpec(AXIS), PartitionSpec()
-
-
-def local_devices(names: Sequence[str] | None = None) -> list[Any]:
-    """Returns JAX's devices of these names, by default all of its platform; ConfigError if absent or twice."""
-    if names is None:
-        return list(jax.local_devices())
-    known = jax_devices()
-    wanted = [device_name(name) for name in names]
-    if len(set(wanted)) < len(wanted) or not known.keys() >= set(wanted):
-        raise ConfigError(f"devices={list(names)!r}: choose from {', '.join(known)}, each once.")
-    return [known[name] for name in wanted]
-
-
-def on_devices(devices: Sequence[Any]) -> tuple[Replicas, Training | None]:
-    """Returns the replicas on several devices of this process, and their training (``None`` without Keras)."""
-    replicas = DeviceReplicas(devices)
-    if "keras" not in sys.modules:
-        return replicas, None
-    from choros.distribute.devices.training import DeviceTraining
-
-    return replicas, DeviceTraining(replicas, devices)
 
 
 @final
