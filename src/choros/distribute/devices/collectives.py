@@ -1,7 +1,6 @@
 """Collectives among replicas on the devices of one process: within one compiled step, or between threads."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -18,20 +17,28 @@ from choros.errors import ConfigError, MismatchError
 AXIS = "replica"
 
 
-class ReplicaCollectives(ABC):
-    """The collectives of one replica; all replicas must make the same calls in the same order."""
+@final
+class ReplicaCollectives:
+    """The collectives of one replica; all replicas must make the same calls in the same order: within their compiled
+    step or, with a communicator, in a thread for each, on one device, outside of everything that JAX traces.
+    """
 
-    replica: Any
+    def __init__(self, communicator: ThreadCommunicator | None = None) -> None:
+        self._communicator = communicator
+        self.replica: Any = jax.lax.axis_index(AXIS) if communicator is None else communicator.rank
 
-    @abstractmethod
     def all_reduce(self, op: ReduceOp, array: Any) -> Any:
-        """Returns the sum or the mean of the replicas' arrays."""
+        """Returns the sum or the mean of the replicas' arrays, which are of one shape."""
+        if self._communicator is not None:
+            return reduced(op, _exchange(self._communicator, f"all_reduce, {op.name}", array), None)
+        return (jax.lax.psum if op is ReduceOp.SUM else jax.lax.pmean)(jnp.asarray(array), AXIS)
 
-    @abstractmethod
     def all_gather(self, array: Any, axis: int) -> Any:
-        """Returns the replicas' arrays, concatenated along ``axis``."""
+        """Returns the replicas' arrays, concatenated along ``axis``, in which those of threads may differ."""
+        if self._communicator is not None:
+            return gathered(_exchange(self._communicator, "all_gather", array), axis)
+        return jax.lax.all_gather(jnp.asarray(array), AXIS, axis=axis_of(np.shape(array), axis, "gather"), tiled=True)
 
-    @final
     def reduce(self, op: ReduceOp, array: Any, axis: Axis) -> Any:
         """``all_reduce``, which also reduces over the dimensions ``axis`` of each array."""
         if axis is None:
@@ -43,52 +50,20 @@ class ReplicaCollectives(ABC):
         return _mean_of(total, self.all_reduce(ReduceOp.SUM, np.int32(_count_along(array, axes))))
 
 
-@final
-class TracedCollectives(ReplicaCollectives):
-    """Collectives within the compiled step of all replicas."""
-
-    def __init__(self) -> None:
-        self.replica = jax.lax.axis_index(AXIS)
-
-    def all_reduce(self, op: ReduceOp, array: Any) -> Any:
-        """``psum`` or ``pmean``; XLA may combine several of them."""
-        return (jax.lax.psum if op is ReduceOp.SUM else jax.lax.pmean)(jnp.asarray(array), AXIS)
-
-    def all_gather(self, array: Any, axis: int) -> Any:
-        """``all_gather`` of arrays of one shape."""
-        return jax.lax.all_gather(jnp.asarray(array), AXIS, axis=axis_of(np.shape(array), axis, "gather"), tiled=True)
-
-
-@final
-class ThreadCollectives(ReplicaCollectives):
-    """Collectives between threads, one per replica, on one device, outside of everything that JAX traces."""
-
-    def __init__(self, communicator: ThreadCommunicator) -> None:
-        self._communicator = communicator
-        self.replica = communicator.rank
-
-    def all_reduce(self, op: ReduceOp, array: Any) -> Any:
-        """Reduces arrays of one shape."""
-        return reduced(op, self._exchange(f"all_reduce, {op.name}", array), None)
-
-    def all_gather(self, array: Any, axis: int) -> Any:
-        """Gathers arrays that may differ in the dimension ``axis``."""
-        return gathered(self._exchange("all_gather", array), axis)
-
-    def _exchange(self, call: str, array: Any) -> list[Any]:
-        if isinstance(array, jax.core.Tracer):
-            raise ConfigError(
-                "the replicas have batches of different shapes, such as the last of an epoch, and call a collective "
-                "within jax.jit or jax.grad, where shapes must be equal: make the batch divisible by the number of "
-                "replicas (drop_remainder=True), call the collective outside, or start one process per device with "
-                "chorosrun."
-            )
-        calls, arrays = zip(*self._communicator.exchange((call, jnp.asarray(array))), strict=True)
-        if len(set(calls)) > 1:
-            raise MismatchError(
-                f"the replicas made different calls, {'; '.join(calls)}: all must make the same, in the same order."
-            )
-        return list(arrays)
+def _exchange(communicator: ThreadCommunicator, call: str, array: Any) -> list[Any]:
+    if isinstance(array, jax.core.Tracer):
+        raise ConfigError(
+            "the replicas have batches of different shapes, such as the last of an epoch, and call a collective "
+            "within jax.jit or jax.grad, where shapes must be equal: make the batch divisible by the number of "
+            "replicas (drop_remainder=True), call the collective outside, or start one process per device with "
+            "chorosrun."
+        )
+    calls, arrays = zip(*communicator.exchange((call, jnp.asarray(array))), strict=True)
+    if len(set(calls)) > 1:
+        raise MismatchError(
+            f"the replicas made different calls, {'; '.join(calls)}: all must make the same, in the same order."
+        )
+    return list(arrays)
 
 
 def reduced(op: ReduceOp, values: Sequence[Any], axis: Axis) -> Any:

@@ -37,14 +37,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from choros.comm.engines.threads import ThreadCommunicator, run_threads
-from choros.distribute.devices.collectives import (
-    AXIS,
-    ReplicaCollectives,
-    ThreadCollectives,
-    TracedCollectives,
-    gathered,
-    reduced,
-)
+from choros.distribute.devices.collectives import AXIS, ReplicaCollectives, gathered, reduced
 from choros.distribute.replicas import Axis, ReplicaContext, Replicas
 from choros.distribute.scope import enter_scope
 from choros.distribute.types import PerReplica, ReduceOp
@@ -154,7 +147,7 @@ class DeviceReplicas(Replicas):
         variables = flow.variables if flow else ()
 
         def replica(communicator: ThreadCommunicator) -> tuple[Any, list[Any]]:
-            collectives = ThreadCollectives(communicator)
+            collectives = ReplicaCollectives(communicator)
             with jax.default_device(devices[0]):
                 own = jax.device_put([value.values[collectives.replica] for value in per_replica], devices[0])
                 shared = jax.device_put(list(replicated), devices[0])
@@ -224,7 +217,7 @@ class _CompiledStep:
         return leaves, self._result_is_number, tree, assigned
 
     def _on_device(self, variables: Any, per_replica: Any, replicated: Any) -> tuple[Any, list[Any]]:
-        collectives = TracedCollectives()
+        collectives = ReplicaCollectives()
         own = [
             array.reshape(()) if number else array for array, number in zip(per_replica, self._is_number, strict=True)
         ]

@@ -37,7 +37,7 @@ from jax.sharding import Mesh, PartitionSpec
 from choros.data.kinds import are_arrays, kind_of
 from choros.data.rows import check_global_batch, count_rows
 from choros.distribute import datasets
-from choros.distribute.devices.collectives import ReplicaCollectives, TracedCollectives
+from choros.distribute.devices.collectives import ReplicaCollectives
 from choros.distribute.fit.gradients import distribute_optimizer, follow_seeds
 from choros.distribute.fit.shares import BATCH
 from choros.distribute.fit.training import KerasCall, Training
@@ -168,7 +168,7 @@ def flow_of(function: Callable[..., Any], mesh: Mesh, per_replica: Sequence[Any]
 
     def on_device(*values: Any) -> None:
         with recorder:
-            function(TracedCollectives(), *values)
+            function(ReplicaCollectives(), *values)
 
     everywhere = PartitionSpec()
     traced = jax.shard_map(on_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
