@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, final
 
-import cloudpickle
 import keras
 
 from choros import durations
@@ -29,7 +28,7 @@ from choros.distribute.fit.training import KerasCall
 from choros.errors import ConfigError, EngineError
 from choros.parameter_server import closures
 from choros.parameter_server.cluster import Cluster, TaskConnection, wait_for_end
-from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Report, Run, StartJob
+from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Report, Run
 from choros.parameter_server.optimizer import remote_optimizers
 from choros.parameter_server.placement import Partition, VariableKey
 from choros.parameter_server.queue import (
@@ -60,12 +59,12 @@ class Chief:
         self.strategy: Any = None
         self.workers = len(cluster.workers)
         self._cluster = cluster
-        self._job, self._partition = secrets.token_hex(8), _pickled(partition)
+        self._job = secrets.token_hex(8)
         self.objects = ScopeObjects()
         servers = cluster.servers(self._job)
         # A server that has replied knows the job; a worker that heard of it before may be there first.
         servers.request("pull", dict.fromkeys(range(len(servers)), (0, False)))
-        self.session = ServerSession(self.objects, servers, partition)
+        self.session = ServerSession(self.objects, servers, partition=partition)
         self._queue = ClosureQueue(Clocks(max_staleness), cluster.start_seconds)
         self._reports: list[Report] = []
         self._definitions = Definitions(self.session, self._reference)
@@ -95,7 +94,8 @@ class Chief:
         pickled, uses = self._definitions.dumps(function)
         arguments, also = self._definitions.dumps((tuple(args), dict(kwargs)))
         key = hashlib.sha256(pickled).digest()
-        definitions = (*self._definitions.of(uses | also), Definition(("function", key), 0, pickled))
+        placed = {reference for reference in self.objects.revisions if reference[0] == "placed"}
+        definitions = (*self._definitions.of(uses | also | placed), Definition(("function", key), 0, pickled))
         rates = {number: remote.learning_rate for number, remote in remote_optimizers(self.objects).items()}
         learning_rates = {number: rate for number, rate in rates.items() if rate is not None}
         closure = Closure(closures.name_of(function), key, arguments, learning_rates, definitions)
@@ -176,8 +176,7 @@ class Chief:
 
     def _work(self, worker: TaskConnection) -> None:
         """Sends closures to a worker until the queue is closed."""
-        start: StartJob = self._job, self._partition
-        worker.send(start)
+        worker.send(self._job)
         joined: Joined | Failure = worker.receive()
         if isinstance(joined, Failure):
             worker.close()
@@ -270,13 +269,6 @@ class Chief:
         wait_for_end(self._job)
 
 
-def _pickled(partition: Partition | None) -> bytes:
-    try:
-        return bytes(cloudpickle.dumps(partition))
-    except Exception as error:
-        raise ConfigError(f"the variable_partitioner cannot be sent to workers ({error}): use a function.") from error
-
-
 @final
 class Definitions:
     """The definitions of a job, each made when a scheduled function first refers to it."""
@@ -342,7 +334,7 @@ class Definitions:
     def _pickle(self, reference: Reference) -> tuple[bytes, frozenset[Reference]]:
         tag, number = reference
         item = self._objects.resolve(reference)
-        if tag == "dataset":
+        if tag in ("dataset", "placed"):
             return self.dumps(item)
         if tag == "compiled":
             return self.dumps(self._compile_arguments(number, item))
@@ -358,9 +350,7 @@ class Definitions:
         return call.bound.args, call.bound.kwargs, tuple(layer.trainable for layer in layers_in_order(model))
 
     def _created(self, item: Any) -> tuple[bytes, frozenset[Reference]]:
-        """Pickles an optimizer, its variables without weight decay and, if it is built, all of them; or a model, and
-        where its weights are.
-        """
+        """Pickles a model; or an optimizer, its variables without weight decay and, if it is built, all of them."""
         if isinstance(item, keras.optimizers.Optimizer):
             created = item, (self._session.undecayed(item), self._trained_by(item))
             return self._dumps(created, lambda part: None if part is item else self._reference(part))
@@ -371,7 +361,7 @@ class Definitions:
                 return shared.get(id(part))
             return self._reference(part)
 
-        return self._dumps((item, self._session.placement_of(item)), reference)
+        return self._dumps(item, reference)
 
     def _dumps(self, item: Any, reference: Callable[[Any], Reference | None]) -> tuple[bytes, frozenset[Reference]]:
         found: set[Reference] = set()

@@ -20,8 +20,9 @@ from choros.training.keras_internals.models import layers_of
 @final
 class ScopeObjects:
     """What functions refer to: models and optimizers, ``created``, in order of creation, the last ``compiled`` call of
-    each model, ``dataset``s of workers; on these, each ``function``. Numbers of each ``metric`` are separate, as Keras
-    creates those of ``compile`` at the first batch, at a different point of the script in each process.
+    each model, where its weights are ``placed``, ``dataset``s of workers; on these, each ``function``. Numbers of each
+    ``metric`` are separate, as Keras creates those of ``compile`` at the first batch, at a different point of the
+    script in each process.
     """
 
     def __init__(self) -> None:

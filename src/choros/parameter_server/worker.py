@@ -15,7 +15,7 @@ from choros.observe.events import Kind
 from choros.observe.progress import page
 from choros.parameter_server import closures
 from choros.parameter_server.cluster import Cluster, chief_lost, leave_signals_to_the_chief, wait_for_chief
-from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Run, StartJob
+from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Run
 from choros.parameter_server.optimizer import add_remote_optimizer, remote_optimizers
 from choros.parameter_server.recipes import compile_copy
 from choros.parameter_server.scope_objects import ScopeObjects
@@ -59,25 +59,25 @@ class Worker:
                 "gradients itself and pass them to optimizer.apply()."
             )
         leave_signals_to_the_chief()
-        arrivals: Queue[tuple[Channel, StartJob]] = Queue()
+        arrivals: Queue[tuple[Channel, str]] = Queue()
         # Functions run in this thread, which has the script's settings.
         listener = self._cluster.listen(lambda *arrival: arrivals.put(arrival))
 
-        def arrival(seconds: float) -> tuple[Channel, StartJob] | None:
+        def arrival(seconds: float) -> tuple[Channel, str] | None:
             with suppress(Empty):
                 return arrivals.get(timeout=seconds)
             return None
 
-        channel, start = wait_for_chief(arrival, self._cluster, listener)
+        channel, job = wait_for_chief(arrival, self._cluster, listener)
         listener.close()
-        self.run(channel, start)
+        self.run(channel, job)
         raise SystemExit(0)
 
-    def run(self, chief: Channel, start: StartJob) -> None:
+    def run(self, chief: Channel, job: str) -> None:
         """Runs the functions that the chief sends, until the job has ended."""
         self.serving = True
         try:
-            self._join(chief, start)
+            self._join(chief, job)
             while (message := chief.receive()) is not None:
                 with self._exclusive:
                     reply = self._reply(message)
@@ -85,11 +85,9 @@ class Worker:
         except ChannelClosed as error:
             raise chief_lost() from error
 
-    def _join(self, chief: Channel, start: StartJob) -> None:
+    def _join(self, chief: Channel, job: str) -> None:
         try:
-            job, pickled = start
-            partition = pickle.loads(pickled)  # noqa: S301  (from an authenticated process)
-            self._session = ServerSession(self.objects, self._cluster.servers(job), partition, self._cluster.index)
+            self._session = ServerSession(self.objects, self._cluster.servers(job), worker=self._cluster.index)
         except Exception as error:
             chief.send(Failure.of(error))
             raise
@@ -140,19 +138,14 @@ class Worker:
                     item = item, copies
                 case ("compiled", number):
                     compile_copy(self.objects.resolve(("created", number)), *item)
-                case ("created", number):
-                    item = self._created(number, *item)
+                case ("created", number) if isinstance(item, tuple):
+                    item, (undecayed, trained) = item
+                    remote = add_remote_optimizer(
+                        item, number, lambda: self.session, undecayed=undecayed, trained=trained
+                    )
+                    if remote:
+                        remote.prepare()
             self.objects.put(reference, item, revision)
-
-    def _created(self, number: int, created: Any, about: Any) -> Any:
-        if not isinstance(created, keras.optimizers.Optimizer):
-            self.session.plan(number, about)
-        else:
-            undecayed, trained = about
-            remote = add_remote_optimizer(created, number, lambda: self.session, undecayed=undecayed, trained=trained)
-            if remote:
-                remote.prepare()
-        return created
 
     def _resolve(self, reference: Reference) -> Any:
         match reference:
