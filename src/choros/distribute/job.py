@@ -22,8 +22,8 @@ from choros.distribute.cluster_resolver import (
     TFConfigClusterResolver,
     tf_config_of,
 )
-from choros.distribute.fit.training import Training
 from choros.distribute.replicas import ProcessReplicas, Replicas
+from choros.distribute.training import Training
 from choros.errors import ConfigError
 from choros.frameworks import FRAMEWORKS, is_installed, missing_backend
 from choros.parallel.objects import allgather_object, object_of_first
@@ -140,19 +140,19 @@ def on_processes(state_owner: int | None = None, shard_state: bool | None = None
     replicas = ProcessReplicas()
     if "keras" not in sys.modules:
         return replicas, None
-    from choros.distribute.fit.synchronous import SynchronousTraining
+    from choros.distribute.synchronous import SynchronousTraining
 
     return replicas, SynchronousTraining(replicas, state_owner, shard_state)
 
 
 def on_devices(devices: Sequence[Any]) -> tuple[Replicas, Training | None]:
     """Returns the replicas on several devices of this process, and their training (``None`` without Keras)."""
-    from choros.distribute.devices.replicas import DeviceReplicas
+    from choros.distribute.device_replicas import DeviceReplicas
 
     replicas = DeviceReplicas(devices)
     if "keras" not in sys.modules:
         return replicas, None
-    from choros.distribute.devices.training import DeviceTraining
+    from choros.distribute.device_training import DeviceTraining
 
     return replicas, DeviceTraining(replicas, devices)
 

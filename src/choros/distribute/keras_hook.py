@@ -31,8 +31,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from types import FrameType
 from typing import Any
 
-from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.scope import assign_strategy, current_strategy, in_fit, in_replica, strategy_of
+from choros.distribute.training import KerasCall, Training
 from choros.errors import StrategyError
 from choros.training.replaced import replaced
 from choros.training.tf_context import as_one_replica

@@ -24,7 +24,7 @@ from typing import Any, final
 import keras
 
 from choros import durations
-from choros.distribute.fit.training import KerasCall
+from choros.distribute.training import KerasCall
 from choros.errors import ConfigError, EngineError
 from choros.parameter_server import closures
 from choros.parameter_server.cluster import Cluster, TaskConnection, wait_for_end

@@ -10,7 +10,7 @@ import numpy as np
 
 from choros.arrays import adapter_of
 from choros.comm import Array
-from choros.distribute.fit.training import KerasCall
+from choros.distribute.training import KerasCall
 from choros.errors import ConfigError
 from choros.parameter_server.messages import Reference, Report
 from choros.parameter_server.slots import Slots

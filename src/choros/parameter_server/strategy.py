@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from choros.distribute.cluster_resolver import ClusterSpec, TFConfigClusterResolver
-from choros.distribute.fit.training import Training
 from choros.distribute.replicas import ProcessReplicas
 from choros.distribute.strategy import Strategy
+from choros.distribute.training import Training
 from choros.errors import ConfigError, EngineError, StrategyError
 from choros.parameter_server.cluster import Cluster, JobServer, leave_signals_to_the_chief
 from choros.parameter_server.placement import Partition

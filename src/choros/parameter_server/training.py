@@ -22,8 +22,8 @@ from weakref import WeakSet
 
 import keras
 
-from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.scope import enter_fit, in_fit
+from choros.distribute.training import KerasCall, Training
 from choros.parameter_server.chief import Chief
 from choros.parameter_server.optimizer import add_remote_optimizer
 from choros.parameter_server.session import ServerSession

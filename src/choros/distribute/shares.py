@@ -25,8 +25,8 @@ from choros.data.epochs import StepsOfEpoch, epochs_of_steps
 from choros.data.kinds import are_arrays, data_of, epochs_of_shard, kind_of
 from choros.data.rows import Part, Sharding, check_global_batch, count_rows, cut
 from choros.distribute import datasets
-from choros.distribute.fit.training import KerasCall
 from choros.distribute.replicas import Replicas
+from choros.distribute.training import KerasCall
 from choros.errors import ChorosError, ConfigError
 from choros.parallel.objects import allgather_object, object_of_first
 from choros.parallel.structure import leaves, map_structure

@@ -26,13 +26,13 @@ from choros.data.epochs import EpochData
 from choros.data.kinds import are_arrays, epochs_behind
 from choros.data.rows import check_global_batch, count_rows, cut
 from choros.distribute import datasets
-from choros.distribute.fit.gradients import distribute_optimizer, follow_seeds
-from choros.distribute.fit.shares import BATCH, evaluation_data, predict_rows, shares_named, training_data
-from choros.distribute.fit.training import KerasCall, Training
+from choros.distribute.gradients import distribute_optimizer, follow_seeds
 from choros.distribute.replicas import Replicas
 from choros.distribute.saving import write_once
 from choros.distribute.scope import enter_fit, in_fit, in_replica
+from choros.distribute.shares import BATCH, evaluation_data, predict_rows, shares_named, training_data
 from choros.distribute.torch_objects import watch_model
+from choros.distribute.training import KerasCall, Training
 from choros.distribute.variables import (
     aggregates,
     assign_initial,

@@ -37,14 +37,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from choros.comm.engines.threads import ThreadCommunicator, run_threads
-from choros.distribute.devices.collectives import AXIS, ReplicaCollectives, gathered, reduced
+from choros.distribute.device_collectives import AXIS, ReplicaCollectives, gathered, reduced
 from choros.distribute.replicas import Axis, ReplicaContext, Replicas
 from choros.distribute.scope import enter_scope
 from choros.distribute.types import PerReplica, ReduceOp
 from choros.errors import ConfigError, StrategyError
 
 if TYPE_CHECKING:
-    from choros.distribute.devices.training import Flow
+    from choros.distribute.device_training import Flow
 
 V = TypeVar("V")
 #: What stands for one value per replica, and for an array or number that is replicated, in a pattern of arguments.
@@ -137,7 +137,7 @@ class DeviceReplicas(Replicas):
         """Returns the Keras variables that a function reads and assigns; ``None`` without Keras."""
         if "keras" not in sys.modules:
             return None
-        from choros.distribute.devices.training import flow_of
+        from choros.distribute.device_training import flow_of
 
         return flow_of(call, self._mesh, per_replica, replicated)
 
