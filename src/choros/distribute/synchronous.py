@@ -259,10 +259,9 @@ class SynchronousTraining(Training):
         if call["steps"] is not None and are_arrays(call["x"]):
             call = call.replaced(x=cut(call["x"], 0, call["steps"] * (call["batch_size"] or BATCH)), steps=None)
         datasets.check_shared(call["x"], self._replicas)
-        distributed, labels = datasets.is_distributed(call["x"]), overrides(model, "predict_step")
-        first, count = self._replicas.first, self._replicas.count
+        labels = overrides(model, "predict_step")
         with enter_fit(), epochs_of_any_length():
-            outputs = repeated(lambda: predict_rows(call, first, count, distributed=distributed, needs_labels=labels))
+            outputs = repeated(lambda: predict_rows(call, self._replicas, needs_labels=labels))
         return shared_result(outputs)
 
     def train_on_batch(self, model: Any, call: KerasCall) -> Any:
@@ -278,7 +277,7 @@ class SynchronousTraining(Training):
         """Predicts this process's rows, then gathers the outputs of all processes."""
         average_statistics(model)
         with enter_fit():
-            return repeated(lambda: predict_rows(call, self._replicas.first, self._replicas.count))
+            return repeated(lambda: predict_rows(call, self._replicas))
 
     def save(self, write: Callable[[], Any], path: str) -> Any:
         """Writes on the first of the processes that name this path."""
