@@ -30,7 +30,7 @@ from choros.distribute.job import (
     replicas_of,
 )
 from choros.distribute.replicas import ProcessReplicas, ReplicaContext
-from choros.distribute.scope import OUTSIDE, current_replica, current_strategy, here
+from choros.distribute.scope import current_replica, current_strategy, here
 from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError, EngineUnavailable, StrategyError
 from choros.topology import Topology
@@ -258,11 +258,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         True
         >>> distribute.experimental_set_strategy(None)
     """
-    if here.place not in (OUTSIDE, here.lasting):
+    if here.depth != here.lasting:
         raise StrategyError(
             "experimental_set_strategy was called inside a strategy's scope: call it outside of all `with` blocks."
         )
     here.leaving.close()
     if strategy is not None:
         here.leaving.enter_context(strategy.scope())
-        here.lasting = here.place
+    here.lasting = here.depth
