@@ -1,7 +1,23 @@
-"""Collectives among replicas on the devices of one process: within one compiled step, or between threads."""
+"""Collectives among replicas on the devices of one process, within one compiled step or between threads; and how they
+merge what replicas assign to variables.
+
+A variable's ``aggregation`` decides how the replicas' assignments are merged, as in ``tf.distribute``:
+
+    ==================  ==================================================================================
+    sum                 metrics: the first replica starts from the value, the others from zero; the sum
+    mean                the mean
+    none                the mean of floating-point values (batch normalisation), else the first replica's
+    only_first_replica  the first replica's
+    ==================  ==================================================================================
+
+Trainable variables, and those of optimizers that sum the replicas' gradients, receive the same
+update on every replica: nothing is exchanged.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -64,6 +80,48 @@ def _exchange(communicator: ThreadCommunicator, call: str, array: Any) -> list[A
             f"the replicas made different calls, {'; '.join(calls)}: all must make the same, in the same order."
         )
     return list(arrays)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A function's Keras variables; by index, those it assigns, and those to which all replicas assign the same value;
+    the scope in which they have other values.
+    """
+
+    variables: tuple[Any, ...] = ()
+    assigned: tuple[int, ...] = ()
+    replicated: frozenset[int] = frozenset()
+    scope: Any = nullcontext
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The variables that the function assigns."""
+        return tuple(self.variables[index] for index in self.assigned)
+
+    def run(
+        self, collectives: ReplicaCollectives, values: Sequence[Any], function: Callable[[], Any]
+    ) -> tuple[Any, list[Any]]:
+        """Calls ``function`` with the variables set to ``values``; also returns the values for ``outputs``."""
+        is_first = collectives.replica == 0
+        own = [
+            jnp.where(is_first, value, jnp.zeros_like(value)) if variable.aggregation == "sum" else value
+            for variable, value in zip(self.variables, values, strict=True)
+        ]
+        with self.scope(zip(self.variables, own, strict=True)) as scope:
+            result = function()
+        return result, [self._merged(index, scope, collectives) for index in self.assigned]
+
+    def _merged(self, index: int, scope: Any, collectives: ReplicaCollectives) -> Any:
+        variable = self.variables[index]
+        value = scope.get_current_value(variable)
+        if index in self.replicated:
+            return value
+        averaged = variable.aggregation == "none" and "float" in variable.dtype
+        if variable.aggregation == "mean" or averaged:
+            return collectives.all_reduce(ReduceOp.MEAN, value)
+        if variable.aggregation != "sum":
+            value = jnp.where(collectives.replica == 0, value, jnp.zeros_like(value))
+        return collectives.all_reduce(ReduceOp.SUM, value)
 
 
 def reduced(op: ReduceOp, values: Sequence[Any], axis: Axis) -> Any:

@@ -29,7 +29,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +37,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from choros.comm.engines.threads import ThreadCommunicator, run_threads
-from choros.distribute.device_collectives import AXIS, ReplicaCollectives, gathered, reduced
+from choros.distribute.device_collectives import AXIS, Flow, ReplicaCollectives, gathered, reduced
 from choros.distribute.replicas import Axis, ReplicaContext, Replicas
 from choros.distribute.scope import enter_scope
 from choros.distribute.types import PerReplica, ReduceOp
 from choros.errors import ConfigError, StrategyError
-
-if TYPE_CHECKING:
-    from choros.distribute.device_training import Flow
 
 V = TypeVar("V")
 #: What stands for one value per replica, and for an array or number that is replicated, in a pattern of arguments.
@@ -90,11 +87,10 @@ class DeviceReplicas(Replicas):
             return _CompiledStep(call, self._mesh, is_number, self._flow_of(call, own, replicated))
 
         step = _compiled_for(function, key, self._steps, compiled)
-        variables = self._arrays.variable_values(step.flow.variables) if step.flow else []
+        variables = self._arrays.variable_values(step.flow.variables)
         whole = [self._arrays.global_array(value) for value in per_replica]
         leaves, numbers, tree, assigned = step(variables, whole, self._arrays.replicate(replicated))
-        if step.flow:
-            self._arrays.assign(step.flow.outputs, assigned)
+        self._arrays.assign(step.flow.outputs, assigned)
         parts = [self._arrays.per_replica(leaf, numbers=number) for leaf, number in zip(leaves, numbers, strict=True)]
         return jax.tree.unflatten(tree, parts)
 
@@ -133,10 +129,10 @@ class DeviceReplicas(Replicas):
 
         return call
 
-    def _flow_of(self, call: _ReplicaFunction, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Flow | None:
-        """Returns the Keras variables that a function reads and assigns; ``None`` without Keras."""
+    def _flow_of(self, call: _ReplicaFunction, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Flow:
+        """Returns the Keras variables that a function reads and assigns."""
         if "keras" not in sys.modules:
-            return None
+            return Flow()
         from choros.distribute.device_training import flow_of
 
         return flow_of(call, self._mesh, per_replica, replicated)
@@ -144,20 +140,18 @@ class DeviceReplicas(Replicas):
     def _run_threads(self, call: _ReplicaFunction, per_replica: Sequence[PerReplica], replicated: Sequence[Any]) -> Any:
         devices = self._arrays.devices
         flow = self._flow_of(call, [value.values[0] for value in per_replica], replicated)
-        variables = flow.variables if flow else ()
 
         def replica(communicator: ThreadCommunicator) -> tuple[Any, list[Any]]:
             collectives = ReplicaCollectives(communicator)
             with jax.default_device(devices[0]):
                 own = jax.device_put([value.values[collectives.replica] for value in per_replica], devices[0])
                 shared = jax.device_put(list(replicated), devices[0])
-                values = [jax.device_put(variable.value, devices[0]) for variable in variables]
-                return _run_replica(collectives, flow, values, lambda: call(collectives, own, shared))
+                values = [jax.device_put(variable.value, devices[0]) for variable in flow.variables]
+                return flow.run(collectives, values, lambda: call(collectives, own, shared))
 
         done = run_threads(replica, self.count)
-        if flow:
-            for variable, value in zip(flow.outputs, done[0][1], strict=True):
-                variable.assign(value)
+        for variable, value in zip(flow.outputs, done[0][1], strict=True):
+            variable.assign(value)
 
         def per_replica_of(*parts: Any) -> PerReplica:
             return PerReplica([jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)])
@@ -195,7 +189,7 @@ class DeviceReplicas(Replicas):
 class _CompiledStep:
     """One compiled step for all replicas; the flow's Keras variables are its first inputs and its last outputs."""
 
-    def __init__(self, call: _ReplicaFunction, mesh: Mesh, is_number: Sequence[bool], flow: Flow | None) -> None:
+    def __init__(self, call: _ReplicaFunction, mesh: Mesh, is_number: Sequence[bool], flow: Flow) -> None:
         self.flow = flow
         self._call = call
         self._is_number = tuple(is_number)
@@ -221,9 +215,7 @@ class _CompiledStep:
         own = [
             array.reshape(()) if number else array for array, number in zip(per_replica, self._is_number, strict=True)
         ]
-        results, assigned = _run_replica(
-            collectives, self.flow, variables, lambda: self._call(collectives, own, replicated)
-        )
+        results, assigned = self.flow.run(collectives, variables, lambda: self._call(collectives, own, replicated))
         results = jax.tree.map(jnp.asarray, results)
         self._result_is_number = tuple(leaf.ndim == 0 for leaf in jax.tree.leaves(results))
         return jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf.reshape(1), results), assigned
@@ -254,13 +246,6 @@ def _compiled_for(
     if (method, key) not in steps:
         steps[method, key] = make(weakly)
     return steps[method, key]
-
-
-def _run_replica(
-    collectives: ReplicaCollectives, flow: Flow | None, variables: Sequence[Any], function: Callable[[], Any]
-) -> tuple[Any, list[Any]]:
-    """Calls ``function`` with the flow's Keras variables set to these values; also returns what it assigns to them."""
-    return (function(), []) if flow is None else flow.run(collectives, variables, function)
 
 
 def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Unflatten, Any, list[PerReplica], list[Any]]:
