@@ -51,6 +51,8 @@ _PER_REPLICA, _SHARED = object(), object()
 Unflatten = Callable[[Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 #: Calls the user's function on one replica, given its collectives, its per-replica and the replicated values.
 _ReplicaFunction = Callable[[ReplicaCollectives, Sequence[Any], Sequence[Any]], Any]
+#: A compiled step of all replicas: its variables, itself, and which of its results are scalars, once it is traced.
+_Step = tuple[Flow, Callable[..., Any], list[bool]]
 
 _SHARDED, _REPLICATED = PartitionSpec(AXIS), PartitionSpec()
 
@@ -65,7 +67,7 @@ class DeviceReplicas(Replicas):
         self.count = self.local_count = len(devices)
         self._mesh = Mesh(np.array(devices), (AXIS,))
         self._arrays = DeviceArrays(self._mesh)
-        self._steps: WeakMap[dict[Any, _CompiledStep]] = WeakMap()
+        self._steps: WeakMap[dict[Any, _Step]] = WeakMap()
         #: ``collectives``: those of the replica that this thread runs.
         self._thread = threading.local()
 
@@ -81,16 +83,17 @@ class DeviceReplicas(Replicas):
             return self._run_threads(self._in_replica_context(strategy, function, unflatten), per_replica, replicated)
         own = [value.values[0] for value in per_replica]
 
-        def compiled(function: Callable[..., Any]) -> _CompiledStep:
+        def compiled(function: Callable[..., Any]) -> _Step:
             call = self._in_replica_context(strategy, function, unflatten)
             is_number = [np.ndim(part) == 0 for part in own]
-            return _CompiledStep(call, self._mesh, is_number, self._flow_of(call, own, replicated))
+            return _compiled_step(call, self._mesh, is_number, self._flow_of(call, own, replicated))
 
-        step = _compiled_for(function, key, self._steps, compiled)
-        variables = self._arrays.variable_values(step.flow.variables)
+        flow, step, numbers = _compiled_for(function, key, self._steps, compiled)
+        variables = self._arrays.variable_values(flow.variables)
         whole = [self._arrays.global_array(value) for value in per_replica]
-        leaves, numbers, tree, assigned = step(variables, whole, self._arrays.replicate(replicated))
-        self._arrays.assign(step.flow.outputs, assigned)
+        results, assigned = step(variables, whole, self._arrays.replicate(replicated))
+        self._arrays.assign(flow.outputs, assigned)
+        leaves, tree = jax.tree.flatten(results)
         parts = [self._arrays.per_replica(leaf, numbers=number) for leaf, number in zip(leaves, numbers, strict=True)]
         return jax.tree.unflatten(tree, parts)
 
@@ -185,48 +188,30 @@ class DeviceReplicas(Replicas):
         return [jax.device_put(value, self._arrays.devices[0]) for value in values]
 
 
-@final
-class _CompiledStep:
-    """One compiled step for all replicas; the flow's Keras variables are its first inputs and its last outputs."""
+def _compiled_step(call: _ReplicaFunction, mesh: Mesh, is_number: Sequence[bool], flow: Flow) -> _Step:
+    """Returns one step for all replicas, of whose values some are numbers; the flow's Keras variables are its first
+    inputs and its last outputs.
+    """
+    results_are_numbers: list[bool] = []
 
-    def __init__(self, call: _ReplicaFunction, mesh: Mesh, is_number: Sequence[bool], flow: Flow) -> None:
-        self.flow = flow
-        self._call = call
-        self._is_number = tuple(is_number)
-        #: For each result of the function, whether it is a scalar; known once it has been traced.
-        self._result_is_number: tuple[bool, ...] = ()
-        specs = {
-            "in_specs": (_REPLICATED, _SHARDED, _REPLICATED),
-            "out_specs": (_SHARDED, _REPLICATED),
-            "check_vma": False,
-        }
-        self._compiled = jax.jit(jax.shard_map(self._on_device, mesh=mesh, **specs))
-
-    def __call__(
-        self, variables: Sequence[Any], per_replica: Sequence[Any], replicated: Sequence[Any]
-    ) -> tuple[list[Any], tuple[bool, ...], Any, list[Any]]:
-        """Returns the results' sharded leaves, which of them are scalars, their tree, and the flow's outputs."""
-        results, assigned = self._compiled(list(variables), list(per_replica), list(replicated))
-        leaves, tree = jax.tree.flatten(results)
-        return leaves, self._result_is_number, tree, assigned
-
-    def _on_device(self, variables: Any, per_replica: Any, replicated: Any) -> tuple[Any, list[Any]]:
+    def on_device(variables: Any, per_replica: Any, replicated: Any) -> tuple[Any, list[Any]]:
         collectives = ReplicaCollectives()
-        own = [
-            array.reshape(()) if number else array for array, number in zip(per_replica, self._is_number, strict=True)
-        ]
-        results, assigned = self.flow.run(collectives, variables, lambda: self._call(collectives, own, replicated))
+        own = [array.reshape(()) if number else array for array, number in zip(per_replica, is_number, strict=True)]
+        results, assigned = flow.run(collectives, variables, lambda: call(collectives, own, replicated))
         results = jax.tree.map(jnp.asarray, results)
-        self._result_is_number = tuple(leaf.ndim == 0 for leaf in jax.tree.leaves(results))
+        results_are_numbers[:] = [leaf.ndim == 0 for leaf in jax.tree.leaves(results)]
         return jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf.reshape(1), results), assigned
+
+    specs = {"in_specs": (_REPLICATED, _SHARDED, _REPLICATED), "out_specs": (_SHARDED, _REPLICATED)}
+    return flow, jax.jit(jax.shard_map(on_device, mesh=mesh, check_vma=False, **specs)), results_are_numbers
 
 
 def _compiled_for(
     function: Callable[..., Any],
     key: Any,
-    known: WeakMap[dict[Any, _CompiledStep]],
-    make: Callable[[Callable[..., Any]], _CompiledStep],
-) -> _CompiledStep:
+    known: WeakMap[dict[Any, _Step]],
+    make: Callable[[Callable[..., Any]], _Step],
+) -> _Step:
     """Returns the compiled step for arguments of this ``key``, ``known`` while the function, or a method's object,
     exists; the function that ``make`` gets does not keep the user's alive.
     """
