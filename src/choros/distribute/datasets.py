@@ -64,7 +64,7 @@ def distribute(dataset: Any, replicas: Replicas) -> Any:
     check_shared(dataset, replicas)
     if local < replicas.count and global_process_set.communicator.elastic:
         _warn_of_losses()
-    own = kind_of(dataset).local_batches(dataset, partial(part_of, replicas))
+    own = kind_of(dataset).local_batches(dataset, lambda: replicas.part)
     distributed = own
     if local > 1:
         parts = [Part(replica, local) for replica in range(local)]
@@ -163,12 +163,7 @@ def split_batches(data: Any, replicas: Replicas) -> Any:
         return for_fit()
     if replicas.local_count == replicas.count:
         return data
-    return kind_of(data).split(data, part_of(replicas))
-
-
-def part_of(replicas: Replicas) -> Part:
-    """Returns the part of each global batch that belongs to this process."""
-    return Part(replicas.first, replicas.count, replicas.local_count)
+    return kind_of(data).split(data, replicas.part)
 
 
 @cache

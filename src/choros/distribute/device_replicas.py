@@ -37,6 +37,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from choros.comm.engines.threads import ThreadCommunicator, run_threads
+from choros.data.rows import Part
 from choros.distribute.device_collectives import AXIS, Flow, ReplicaCollectives, gathered, reduced
 from choros.distribute.replicas import Axis, ReplicaContext, Replicas
 from choros.distribute.scope import enter_scope
@@ -61,10 +62,8 @@ _SHARDED, _REPLICATED = PartitionSpec(AXIS), PartitionSpec()
 class DeviceReplicas(Replicas):
     """One replica on each device of this process; at least two devices, of one kind."""
 
-    first = 0
-
     def __init__(self, devices: Sequence[Any]) -> None:
-        self.count = self.local_count = len(devices)
+        self.part = Part(0, len(devices), len(devices))
         self._mesh = Mesh(np.array(devices), (AXIS,))
         self._arrays = DeviceArrays(self._mesh)
         self._steps: WeakMap[dict[Any, _Step]] = WeakMap()

@@ -72,7 +72,7 @@ def _note(batch_size: Any, replicas: int) -> str:
 
 def training_data(call: KerasCall, x: Any, y: Any, weights: Any, replicas: Replicas) -> Any:
     """Returns this process's rows, for ``fit``; ``EpochData`` in elastic jobs, and if an epoch is a part of them."""
-    elastic, steps, part = global_process_set.communicator.elastic, call["steps_per_epoch"], datasets.part_of(replicas)
+    elastic, steps, part = global_process_set.communicator.elastic, call["steps_per_epoch"], replicas.part
     if datasets.is_distributed(x):
         own = datasets.split_batches(x, replicas)
         return epochs_of_steps(epochs_of_shard(own, part), steps, part) if elastic else own
@@ -112,7 +112,7 @@ def evaluation_data(
             return data_of(kind_of(data).epochs(data, Sharding(Part(0, 1), size)))
         if rows < replicas.count:
             return None
-        return kind_of(data).shard(data, Sharding(datasets.part_of(replicas), max(size, replicas.count)))
+        return kind_of(data).shard(data, Sharding(replicas.part, max(size, replicas.count)))
     datasets.check_shared(x, replicas)
     if elastic:
         doubt = "they are distributed already. Pass the original data set."
@@ -150,7 +150,7 @@ def predict_rows(call: KerasCall, replicas: Replicas, *, needs_labels: bool = Fa
     """Runs ``model.predict`` over the processes; RanksHaveChanged if an elastic job lost one: call it again.
     ``needs_labels``: a ``predict_step`` of the user's gets all of a batch.
     """
-    data, ranks, part = call["x"], global_process_set.communicator.launched, datasets.part_of(replicas)
+    data, ranks, part = call["x"], global_process_set.communicator.launched, replicas.part
     # A new rank predicts all rows, as the others have them.
     if part.count == 1 or global_process_set.communicator.is_new:
         return call.run()

@@ -293,7 +293,7 @@ class SynchronousTraining(Training):
         if (model.test_function if is_test else model.train_function) is None:
             check_global_batch(rows, self._replicas.count)  # its first step builds the model and the metrics
         steps.expect_batch(rows)
-        part = datasets.part_of(self._replicas)
+        part = self._replicas.part
         own = {name: part.of(call[name]) for name in ("x", "y", "sample_weight")}
         if is_test:
             steps.evaluation.begin()
