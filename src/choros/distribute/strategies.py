@@ -1,9 +1,5 @@
 """The strategies of synchronous training: each replica has a copy of the variables, and all apply the same updates. For
-users, which one is current; outside of all scopes it is the default::
-
-    get_strategy()            the default                     has_strategy() is False
-    with strategy.scope():    strategy                        in_cross_replica_context() is True
-        strategy.run(step)    strategy                        get_replica_context() is the replica's
+users, which one is current, as ``scope.py`` draws it; outside of all scopes it is the default.
 
 A step of CentralStorageStrategy on three processes; process 0 keeps the optimizer's state::
 
