@@ -12,7 +12,7 @@ from choros.distribute.cluster_resolver import SimpleClusterResolver
 from choros.distribute.coordinator import ClusterCoordinator
 from choros.errors import ClosureCancelled, ConfigError, EngineError
 from choros.parameter_server import ParameterServerStrategy
-from choros.parameter_server.optimizer import Accumulator, clip
+from choros.parameter_server.optimizer import RemoteOptimizer, clip
 from choros.parameter_server.queue import Clocks, Closure, ClosureQueue
 
 KEY = b"0123456789abcdef"
@@ -159,12 +159,12 @@ def case_clipping_is_the_same_as_in_keras():
     assert clip(gradients) == gradients
 
 
-def case_an_accumulator_returns_means():
-    accumulator = Accumulator(2)
+def case_accumulated_gradients_are_means():
+    optimizer = RemoteOptimizer(None, 0, None, is_chief=False)
     one = np.array([1.0])
-    assert accumulator.add([one]) is None
-    assert accumulator.add([one * 3]) == [2.0]
-    assert accumulator.add([one]) is None
+    assert optimizer.accumulated([one], 2) is None
+    assert optimizer.accumulated([one * 3], 2) == [2.0]
+    assert optimizer.accumulated([one], 2) is None
     assert one == 1.0
 
 

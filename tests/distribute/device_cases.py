@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from choros import distribute
+from choros.distribute import job
 from choros.distribute.cluster_resolver import TPUClusterResolver
-from choros.distribute.devices import replicas as device_replicas
 from choros.distribute.strategies import TPUStrategy
 from choros.distribute.types import PerReplica
 from choros.errors import ConfigError, EngineUnavailable, StrategyError
@@ -599,7 +599,7 @@ def case_devices_by_name():
     assert chosen.extended.worker_devices == (str(jax.devices()[1]), str(jax.devices()[0]))
     for names in (["gpu:0", "cpu:0"], ["cpu:0", "/cpu:0"], ["processor"]):
         with pytest.raises(ConfigError, match=r"cpu:"):
-            device_replicas.local_devices(names)
+            job.local_devices(names)
 
 
 def case_one_device_of_several():

@@ -20,7 +20,7 @@ from choros import distribute
 from choros.arrays import framework_adapter
 from choros.errors import ConfigError, EngineError, StrategyError
 from choros.parameter_server import closures
-from choros.parameter_server.jobs import JobServer
+from choros.parameter_server.cluster import JobServer
 from choros.parameter_server.placement import Rows, Shard
 from choros.parameter_server.server import Shards
 from choros.settings import current

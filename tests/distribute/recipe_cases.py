@@ -21,7 +21,7 @@ def copies_of(*models):
     """Returns copies as a worker creates them, with the originals' weights."""
     chief, worker = ScopeObjects(), ScopeObjects()
     for model in models:
-        chief.add(model)
+        chief.add("created", model)
     shared = [chief.shared_layers(model) for model in models]
     # Models within others are created before them.
     for number in sorted(range(len(models)), key=lambda n: any(tag == "created" for tag, *_ in shared[n].values())):

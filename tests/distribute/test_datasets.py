@@ -27,8 +27,7 @@ class Local(Replicas):
     run = reduce = gather = all_reduce = all_gather = merge_call = None  # type: ignore[assignment]
 
     def __init__(self, count: int) -> None:
-        self.count = self.local_count = count
-        self.first = 0
+        self.part = Part(0, count, count)
 
 
 Local.__abstractmethods__ = frozenset()

@@ -8,7 +8,7 @@ import pytest
 #: A thread serves a connection, the other end of which is open or closed when the script ends; then it frees something.
 SCRIPT = """
 import sys, threading, time
-from choros.parameter_server.jobs import end_at_exit
+from choros.parameter_server.cluster import end_at_exit
 from choros.transport.channel import ChannelClosed, connect
 from choros.transport.channel import Listener
 from choros.transport.secret import Key

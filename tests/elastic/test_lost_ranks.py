@@ -192,6 +192,13 @@ def test_validation_is_made_again_without_ranks_that_are_lost_in_it(framework, a
     check_validation(report)
 
 
+@pytest.mark.parametrize("kind", ["arrays", "batches"])
+def test_a_prediction_is_made_again_without_a_rank_that_is_lost_in_it(kind):
+    reports = script_reports("predict_script.py", kind, flags=NONE_NEW)
+    assert sorted(report["rank"] for report in reports) == [0, 2]
+    assert all(report["size"] == 2 and report["same"] for report in reports)
+
+
 @pytest.mark.parametrize(
     "kind",
     ["tensorflow", *[pytest.param(kind, marks=pytest.mark.nightly) for kind in ("loader", "batches")]],

@@ -106,7 +106,8 @@ class ClusterCoordinator:
         Returns:
             A handle; ``iter`` of it returns an argument for ``schedule``.
         """
-        return self._role.dataset(dataset_fn)
+        function = getattr(dataset_fn, "python_function", dataset_fn)  # of a tf.function
+        return PerWorkerDataset(self._role.objects.add("dataset", function))
 
     def __reduce__(self) -> Any:
         return ClusterCoordinator, (self._strategy,)

@@ -64,10 +64,13 @@ def distribute(dataset: Any, replicas: Replicas) -> Any:
     check_shared(dataset, replicas)
     if local < replicas.count and global_process_set.communicator.elastic:
         _warn_of_losses()
-    own = kind_of(dataset).local_batches(dataset, partial(part_of, replicas))
+    own = kind_of(dataset).local_batches(dataset, lambda: replicas.part)
     distributed = own
     if local > 1:
-        distributed = LocalBatches(lambda: (to_replicas(batch, local) for batch in own), lambda: len(own))
+        parts = [Part(replica, local) for replica in range(local)]
+        distributed = LocalBatches(
+            lambda: (per_replica([part.of(batch) for part in parts]) for batch in own), lambda: len(own)
+        )
     setattr(distributed, _MARK, partial(split_batches, dataset, replicas))
     return distributed
 
@@ -160,12 +163,7 @@ def split_batches(data: Any, replicas: Replicas) -> Any:
         return for_fit()
     if replicas.local_count == replicas.count:
         return data
-    return kind_of(data).split(data, part_of(replicas))
-
-
-def part_of(replicas: Replicas) -> Part:
-    """Returns the part of each global batch that belongs to this process."""
-    return Part(replicas.first, replicas.count, replicas.local_count)
+    return kind_of(data).split(data, replicas.part)
 
 
 @cache
@@ -175,18 +173,6 @@ def _warn_of_losses() -> None:
             "if a rank is lost in a loop of your own, what it has left of a distributed data set is not used; the next "
             "iteration is sharded over the ranks that are left. model.fit uses each example once."
         )
-
-
-def to_replicas(batch: Any, local: int) -> Any:
-    """Splits a process's rows of a batch among its ``local`` replicas.
-
-    >>> import numpy as np
-    >>> to_replicas(np.arange(3), 2)
-    PerReplica(0: array([0, 1]), 1: array([2]))
-    """
-    if local == 1:
-        return batch
-    return per_replica([Part(replica, local).of(batch) for replica in range(local)])
 
 
 def pad_batches(batches: Iterable[Any], replicas: Replicas) -> Iterator[Any]:

@@ -1,9 +1,12 @@
-"""The job that this process joins: its initialisation, its replicas, their training of Keras models, its cluster."""
+"""The job that this process joins: its initialisation, its replicas, their training of Keras models, its cluster; and
+the devices of this process.
+"""
 
 import functools
 import logging
 import os
 import random
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,8 +22,8 @@ from choros.distribute.cluster_resolver import (
     TFConfigClusterResolver,
     tf_config_of,
 )
-from choros.distribute.fit.training import Training
 from choros.distribute.replicas import ProcessReplicas, Replicas
+from choros.distribute.training import Training
 from choros.errors import ConfigError
 from choros.frameworks import FRAMEWORKS, is_installed, missing_backend
 from choros.parallel.objects import allgather_object, object_of_first
@@ -98,8 +101,6 @@ def replicas_of(
 ) -> tuple[Replicas, Training | None]:
     """Returns this job's replicas, processes or, alone on JAX, devices, and their Keras training, if there is Keras."""
     if not has_others(global_process_set) and framework() == "jax":
-        from choros.distribute.devices.replicas import local_devices, on_devices
-
         chosen = local_devices(devices)
         if len(chosen) > 1:
             if shard_state:
@@ -108,15 +109,20 @@ def replicas_of(
                     f"{len(chosen)} devices: start a process for each, with chorosrun -np {len(chosen)}."
                 )
             return on_devices(chosen)
-    if devices is not None and len(devices) != topology.size:
-        advice = f"Start the script with chorosrun -np {len(devices)}, or leave" if devices else "Leave"
-        raise ConfigError(
-            f"devices={list(devices)!r} requests {len(devices)} replicas, but this job has {topology.size}: one per "
-            f"process. {advice} devices out."
-        )
+    check_number("devices", devices, topology)
     if topology.size == 1 and topology.launcher == Topology().launcher:
         _warn_of_one_replica()
     return on_processes(shard_state=shard_state)
+
+
+def check_number(argument: str, devices: Sequence[str] | None, topology: Topology) -> None:
+    """Raises a ConfigError if ``devices``, an ``argument`` of which only the number counts, are not one per process."""
+    if devices is not None and len(devices) != topology.size:
+        advice = f"Start the script with chorosrun -np {len(devices)}, or leave" if devices else "Leave"
+        raise ConfigError(
+            f"{argument}={list(devices)!r} requests {len(devices)} replicas, but this job has {topology.size}: one per "
+            f"process. {advice} {argument} out."
+        )
 
 
 @functools.cache
@@ -134,9 +140,30 @@ def on_processes(state_owner: int | None = None, shard_state: bool | None = None
     replicas = ProcessReplicas()
     if "keras" not in sys.modules:
         return replicas, None
-    from choros.distribute.fit.synchronous import SynchronousTraining
+    from choros.distribute.synchronous import SynchronousTraining
 
     return replicas, SynchronousTraining(replicas, state_owner, shard_state)
+
+
+def on_devices(devices: Sequence[Any]) -> tuple[Replicas, Training | None]:
+    """Returns the replicas on several devices of this process, and their training (``None`` without Keras)."""
+    from choros.distribute.device_replicas import DeviceReplicas
+
+    replicas = DeviceReplicas(devices)
+    if "keras" not in sys.modules:
+        return replicas, None
+    from choros.distribute.device_training import DeviceTraining
+
+    return replicas, DeviceTraining(replicas, devices)
+
+
+def on_one_device(device: str) -> tuple[Replicas, Training]:
+    """Returns one replica on a device of this process, and its training; ConfigError if there is no such device."""
+    used, name = framework(), device_name(device)
+    known = _devices_of(used)
+    if name not in known:
+        raise ConfigError(f"OneDeviceStrategy({device!r}): {used} has no such device. It has {', '.join(known)}.")
+    return ProcessReplicas(alone=True, on_device=functools.partial(_on_device, used, name)), Training()
 
 
 def cluster_of(topology: Topology) -> ClusterResolver:
@@ -149,3 +176,85 @@ def cluster_of(topology: Topology) -> ClusterResolver:
     places = allgather_object((socket.gethostname(), topology.local_rank), name="cluster")
     workers = [f"{host}:{_PORT + local_rank}" for host, local_rank in places]
     return SimpleClusterResolver({"worker": workers}, task_type="worker", task_id=topology.rank)
+
+
+# Devices, named in TensorFlow's notation on every framework.
+
+_NAME = re.compile(r"(?:/?(?:job|replica|task):\w+)*/?(?:device:)?([a-z]+)(?::(\d+))?", re.IGNORECASE)
+
+
+def device_name(name: str) -> str:
+    """Returns TensorFlow's name of a device of this process as its kind and its index; ConfigError if it is none.
+
+    >>> [device_name(name) for name in ("cpu", "/gpu:1", "/job:localhost/replica:0/task:0/device:GPU:0")]
+    ['cpu:0', 'gpu:1', 'gpu:0']
+    """
+    match = _NAME.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise ConfigError(f"{name!r} is not a device name: write 'cpu', '/gpu:0' or 'GPU:1'.")
+    kind = match[1].lower()
+    return f"{'gpu' if kind == 'cuda' else kind}:{int(match[2] or 0)}"
+
+
+def _devices_of(framework: str) -> list[str]:
+    """Returns the names of this process's devices that ``framework`` can use; this initialises the framework."""
+    match framework:
+        case "tensorflow":
+            import tensorflow as tf
+
+            return [device_name(device.name) for device in tf.config.list_logical_devices()]
+        case "torch":
+            import torch
+
+            count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+            return ["cpu:0", *(f"gpu:{index}" for index in range(count))]
+        case _:
+            return list(_jax_devices())
+
+
+def _jax_devices() -> dict[str, Any]:
+    """Returns JAX's devices of this process by their names, those of the default platform first."""
+    import jax
+
+    return {
+        f"{platform}:{index}": device
+        for platform in dict.fromkeys((jax.default_backend(), "cpu"))
+        for index, device in enumerate(jax.local_devices(backend=platform))
+    }
+
+
+def _on_device(framework: str, device: str) -> Any:
+    """Returns the block in which ``framework``, and Keras on it, creates and computes values on ``device``."""
+    match framework:
+        case "tensorflow":
+            import tensorflow as tf
+
+            return tf.device(f"/device:{device.upper()}")
+        case "torch":
+            import torch
+
+            kind, _, index = device.partition(":")
+            name = kind if kind == "cpu" else f"{torch.accelerator.current_accelerator().type}:{index}"
+            if "keras" not in sys.modules:
+                return torch.device(name)
+            # Not torch.device: a DataLoader that shuffles would draw its random numbers on the accelerator, and fail.
+            import keras
+
+            return keras.device(name)
+        case _:
+            import jax
+
+            return jax.default_device(_jax_devices()[device])
+
+
+def local_devices(names: Sequence[str] | None = None) -> list[Any]:
+    """Returns JAX's devices of these names, by default all of its platform; ConfigError if absent or twice."""
+    if names is None:
+        import jax
+
+        return list(jax.local_devices())
+    known = _jax_devices()
+    wanted = [device_name(name) for name in names]
+    if len(set(wanted)) < len(wanted) or not known.keys() >= set(wanted):
+        raise ConfigError(f"devices={list(names)!r}: choose from {', '.join(known)}, each once.")
+    return [known[name] for name in wanted]

@@ -31,8 +31,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from types import FrameType
 from typing import Any
 
-from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.scope import assign_strategy, current_strategy, in_fit, in_replica, strategy_of
+from choros.distribute.training import KerasCall, Training
 from choros.errors import StrategyError
 from choros.training.replaced import replaced
 from choros.training.tf_context import as_one_replica
@@ -277,6 +277,8 @@ def _delegating(strategy: Any, model: Any, name: str) -> Any:
     """Returns a method that passes Keras' own to the training; overrides, as KerasHub's, run as they are."""
     import keras
 
+    from choros.training.tensorboard import stand_in_for
+
     own = getattr(model, name)
     home = next(kind for kind in keras.Model.__mro__ if name in vars(kind))
     of_keras = vars(home)[name]
@@ -284,7 +286,9 @@ def _delegating(strategy: Any, model: Any, name: str) -> Any:
 
     def delegate(method: Any, args: Any, kwargs: Any) -> Any:
         with strategy.scope():
-            call = _replace_tensorboard(KerasCall(method, args, kwargs))
+            call = KerasCall(method, args, kwargs)
+            if (given := call.get("callbacks")) is not None:  # TensorFlow may be missing to write TensorBoard's files
+                call = call.replaced(callbacks=keras.tree.map_structure(stand_in_for, given))
             return getattr(strategy.training, name)(model, call)
 
     @functools.wraps(of_keras)
@@ -303,18 +307,6 @@ def _delegating(strategy: Any, model: Any, name: str) -> Any:
             return own(*args, **kwargs)
 
     return method
-
-
-def _replace_tensorboard(call: KerasCall) -> KerasCall:
-    """Returns the call with Keras' TensorBoard callback replaced where TensorFlow is missing to write its files."""
-    given = call.get("callbacks")
-    if not isinstance(given, (list, tuple)):
-        given = [] if given is None else [given]
-    from choros.training.tensorboard import stand_in_for
-
-    working = [stand_in_for(each) for each in given]
-    unchanged = all(new is old for new, old in zip(working, given, strict=True))
-    return call if unchanged else call.replaced(callbacks=working)
 
 
 def _checking_scope(own: Any) -> Any:

@@ -22,6 +22,7 @@ import numpy as np
 from choros.arrays import ArraySpec, adapter_of
 from choros.comm import Reduction, global_process_set, has_others
 from choros.comm.reduction import wide_dtype
+from choros.data.rows import Part
 from choros.distribute.scope import enter_scope
 from choros.distribute.tf_functions import batches_of_any_rows, converted
 from choros.distribute.torch_objects import synchronized_torch_objects
@@ -42,16 +43,30 @@ class Replicas(ABC):
     """One replica per process of the job, or one per device of this process.
 
     Attributes:
-        count: the number of replicas on all processes.
-        local_count: the number of this process's replicas.
-        first: the index of this process's first replica.
+        part: those of this process among all; its rows of each batch.
         on_device: returns the block in which variables are created on the replicas' device.
     """
 
-    count: int
-    local_count: int
-    first: int
+    part: Part
     on_device: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @final
+    @property
+    def count(self) -> int:
+        """The number of replicas on all processes."""
+        return self.part.count
+
+    @final
+    @property
+    def local_count(self) -> int:
+        """The number of this process's replicas."""
+        return self.part.local
+
+    @final
+    @property
+    def first(self) -> int:
+        """The index of this process's first replica."""
+        return self.part.first
 
     @property
     def may_differ(self) -> bool:
@@ -150,31 +165,21 @@ class ReplicaContext:
 class ProcessReplicas(Replicas):
     """The job's processes, whose number may change, or this one ``alone``, each with one replica on its device."""
 
-    local_count = 1
-
     def __init__(
         self, *, alone: bool = False, on_device: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
         self._alone = alone
         self.on_device = on_device
-        self._first, self._count = 0, 1
-        self._first, self._count = self.first, self.count
+        self._part = Part(0, 1)
+        self._part = self.part
 
     @property
-    def count(self) -> int:  # type: ignore[override]  # read-only
-        """The number of processes."""
+    def part(self) -> Part:  # type: ignore[override]  # read-only
+        """This process, by its rank."""
         size = None if self._alone else global_process_set.size()
         if size is not None:  # else, after shutdown(), the last one
-            self._count = size
-        return self._count
-
-    @property
-    def first(self) -> int:  # type: ignore[override]  # read-only
-        """The rank of this one."""
-        rank = None if self._alone else global_process_set.rank()
-        if rank is not None:
-            self._first = rank
-        return self._first
+            self._part = Part(global_process_set.rank() or 0, size)
+        return self._part
 
     @property
     def may_differ(self) -> bool:

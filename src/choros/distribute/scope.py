@@ -15,32 +15,24 @@ modules can import it.
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from choros.errors import StrategyError
 from choros.training.tf_context import as_one_replica, current_for_tensorflow
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
-    """``replica`` is ``None`` in cross-replica context; ``fit``: no replica was entered since the ``fit``. A thread
-    that enters another place gets the same object back when it leaves it.
+class _Here(threading.local):
+    """The place of this thread: ``replica`` is ``None`` in cross-replica context; ``fit``: no replica was entered since
+    the ``fit``. ``depth`` counts the blocks that lead to it, ``lasting`` those of ``experimental_set_strategy``.
     """
 
     strategy: Any = None  # a Strategy; its module imports this one
     replica: Any = None
-    fit: bool = False
-
-
-OUTSIDE = Place()
-
-
-class _Here(threading.local):
-    """The place of this thread; the scope that ``experimental_set_strategy`` has entered in it, and how it is left."""
+    fit = False
+    depth = lasting = 0
 
     def __init__(self) -> None:
-        self.place = self.lasting = OUTSIDE
+        #: Leaves the scope that ``experimental_set_strategy`` has entered.
         self.leaving = ExitStack()
 
 
@@ -53,14 +45,13 @@ def enter_scope(strategy: Any, replica: Any = None) -> Iterator[None]:
     if replica is None and strategy.is_default:
         yield
         return
-    outer = here.place
-    if outer.strategy is not None and outer.strategy is not strategy:
+    if here.strategy is not None and here.strategy is not strategy:
         raise StrategyError(
             f"a {type(strategy).__name__} was used inside the scope of another strategy, "
-            f"{type(outer.strategy).__name__}: a program is in one strategy's scope at a time. Leave the other first."
+            f"{type(here.strategy).__name__}: a program is in one strategy's scope at a time. Leave the other first."
         )
     block = current_for_tensorflow(strategy, replica)
-    with _entered(Place(strategy, replica, fit=outer.fit and replica is None), block):
+    with _entered(strategy, replica, here.fit and replica is None, block):
         yield
 
 
@@ -70,29 +61,30 @@ def enter_fit() -> Iterator[None]:
     if not has_strategy():
         yield
         return
-    with _entered(Place(here.place.strategy, fit=True), as_one_replica()):
+    with _entered(here.strategy, None, True, as_one_replica()):
         yield
 
 
 @contextmanager
-def _entered(place: Place, in_tensorflow: AbstractContextManager[None]) -> Iterator[None]:
-    is_one = place.strategy.num_replicas_in_sync == 1  # TensorFlow's default
-    outer, here.place = here.place, place
+def _entered(strategy: Any, replica: Any, fit: bool, in_tensorflow: AbstractContextManager[None]) -> Iterator[None]:
+    is_one = strategy.num_replicas_in_sync == 1  # TensorFlow's default
+    outer = here.strategy, here.replica, here.fit, here.depth
+    here.strategy, here.replica, here.fit, here.depth = strategy, replica, fit, here.depth + 1
     try:
         with nullcontext() if is_one else in_tensorflow:
             yield
     finally:
-        here.place = outer
+        here.strategy, here.replica, here.fit, here.depth = outer
 
 
 def current_strategy() -> Any:
     """Returns the strategy whose scope, replica or ``fit`` is active; ``None`` outside of all."""
-    return here.place.strategy
+    return here.strategy
 
 
 def current_replica() -> Any:
     """Returns the context of the current replica; ``None`` in cross-replica context and outside of scopes."""
-    return here.place.replica
+    return here.replica
 
 
 def has_strategy() -> bool:
@@ -103,7 +95,7 @@ def has_strategy() -> bool:
         >>> distribute.has_strategy()
         False
     """
-    strategy = here.place.strategy
+    strategy = here.strategy
     return strategy is not None and not strategy.is_default
 
 
@@ -116,17 +108,17 @@ def in_cross_replica_context() -> bool:
         ...     distribute.in_cross_replica_context()
         True
     """
-    return here.place.strategy is not None and here.place.replica is None
+    return here.strategy is not None and here.replica is None
 
 
 def in_replica() -> bool:
     """Whether the program is in a replica of a strategy other than the default one."""
-    return here.place.replica is not None and not here.place.strategy.is_default
+    return here.replica is not None and not here.strategy.is_default
 
 
 def in_fit() -> bool:
     """Whether a strategy's ``fit``, ``evaluate`` or ``predict`` is active, without a replica inside it."""
-    return here.place.fit
+    return here.fit
 
 
 _ATTRIBUTE = "_choros_strategy"

@@ -1,9 +1,5 @@
 """The strategies of synchronous training: each replica has a copy of the variables, and all apply the same updates. For
-users, which one is current; outside of all scopes it is the default::
-
-    get_strategy()            the default                     has_strategy() is False
-    with strategy.scope():    strategy                        in_cross_replica_context() is True
-        strategy.run(step)    strategy                        get_replica_context() is the replica's
+users, which one is current, as ``scope.py`` draws it; outside of all scopes it is the default.
 
 A step of CentralStorageStrategy on three processes; process 0 keeps the optimizer's state::
 
@@ -15,15 +11,22 @@ A step of CentralStorageStrategy on three processes; process 0 keeps the optimiz
 """
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, final
 
 from choros.distribute.cluster_resolver import TPUClusterResolver
-from choros.distribute.devices.names import device_name, devices_of, on_device
-from choros.distribute.fit.training import Training
-from choros.distribute.job import cluster_of, framework, join, on_processes, replicas_of
+from choros.distribute.job import (
+    check_number,
+    cluster_of,
+    framework,
+    join,
+    on_devices,
+    on_one_device,
+    on_processes,
+    replicas_of,
+)
 from choros.distribute.replicas import ProcessReplicas, ReplicaContext
-from choros.distribute.scope import OUTSIDE, current_replica, current_strategy, here
+from choros.distribute.scope import current_replica, current_strategy, here
 from choros.distribute.strategy import Strategy
 from choros.errors import ConfigError, EngineUnavailable, StrategyError
 from choros.topology import Topology
@@ -124,11 +127,7 @@ class CentralStorageStrategy(Strategy):
 
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
         topology = _join_on_one_host("CentralStorageStrategy keeps variables on one host")
-        if compute_devices is not None and len(compute_devices) != topology.size:
-            raise ConfigError(
-                f"compute_devices={list(compute_devices)!r} requests {len(compute_devices)} replicas, but this job has "
-                f"{topology.size}: one per process. Start the script with chorosrun -np {len(compute_devices)}."
-            )
+        check_number("compute_devices", compute_devices, topology)
         super().__init__(*on_processes(state_owner=0))
 
 
@@ -169,8 +168,6 @@ class TPUStrategy(Strategy):
         topology = join()
         devices = resolver.tpu_devices()
         if topology.size == 1 and len(devices) > 1:
-            from choros.distribute.devices.replicas import on_devices
-
             super().__init__(*on_devices(devices), resolver)
         else:
             super().__init__(*on_processes(), resolver)
@@ -197,11 +194,7 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: str) -> None:
-        used, name = framework(), device_name(device)
-        known = devices_of(used)
-        if name not in known:
-            raise ConfigError(f"OneDeviceStrategy({device!r}): {used} has no such device. It has {', '.join(known)}.")
-        super().__init__(ProcessReplicas(alone=True, on_device=partial(on_device, used, name)), Training())
+        super().__init__(*on_one_device(device))
 
 
 @final
@@ -261,11 +254,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         True
         >>> distribute.experimental_set_strategy(None)
     """
-    if here.place not in (OUTSIDE, here.lasting):
+    if here.depth != here.lasting:
         raise StrategyError(
             "experimental_set_strategy was called inside a strategy's scope: call it outside of all `with` blocks."
         )
     here.leaving.close()
     if strategy is not None:
         here.leaving.enter_context(strategy.scope())
-        here.lasting = here.place
+    here.lasting = here.depth

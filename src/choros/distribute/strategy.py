@@ -3,7 +3,7 @@
 A strategy is composed of two parts:
 
     replicas   their number, their device, how they run a function together and reduce values    (replicas.py)
-    training   ``fit``, ``evaluate``, ``predict`` and ``save`` of its models                      (fit/training.py)
+    training   ``fit``, ``evaluate``, ``predict`` and ``save`` of its models                      (training.py)
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, ClassVar, final
 
 from choros.comm import is_initialized, topology
 from choros.distribute import datasets
-from choros.distribute.fit.training import Training
 from choros.distribute.keras_hook import patch_keras
 from choros.distribute.replicas import Axis, Replicas, values_of
 from choros.distribute.saving import guard_saving
 from choros.distribute.scope import current_replica, enter_scope, strategy_of
 from choros.distribute.tf_functions import leave_unconverted
+from choros.distribute.training import Training
 from choros.distribute.types import InputContext, InputOptions, PerReplica, ReduceOp, ValueContext, per_replica
 from choros.distribute.variables import follow_variables
 from choros.errors import ConfigError, StrategyError

@@ -21,27 +21,27 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, final
 
-import cloudpickle
+import keras
 
 from choros import durations
+from choros.distribute.training import KerasCall
 from choros.errors import ConfigError, EngineError
 from choros.parameter_server import closures
-from choros.parameter_server.cluster import Cluster, TaskConnection
-from choros.parameter_server.jobs import wait_for_end
-from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Report, Run, StartJob
+from choros.parameter_server.cluster import Cluster, TaskConnection, wait_for_end
+from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Report, Run
 from choros.parameter_server.optimizer import remote_optimizers
 from choros.parameter_server.placement import Partition, VariableKey
 from choros.parameter_server.queue import (
     Clocks,
     Closure,
     ClosureQueue,
-    PerWorkerDataset,
     PerWorkerValues,
     RemoteValue,
     WorkerTimes,
 )
 from choros.parameter_server.scope_objects import ScopeObjects, layers_in_order
 from choros.parameter_server.session import ServerSession
+from choros.training.keras_internals.models import trained_variables
 from choros.transport.channel import ChannelClosed, Failure
 
 _log = logging.getLogger(__name__)
@@ -59,12 +59,12 @@ class Chief:
         self.strategy: Any = None
         self.workers = len(cluster.workers)
         self._cluster = cluster
-        self._job, self._partition = secrets.token_hex(8), _pickled(partition)
+        self._job = secrets.token_hex(8)
         self.objects = ScopeObjects()
         servers = cluster.servers(self._job)
         # A server that has replied knows the job; a worker that heard of it before may be there first.
         servers.request("pull", dict.fromkeys(range(len(servers)), (0, False)))
-        self.session = ServerSession(self.objects, servers, partition)
+        self.session = ServerSession(self.objects, servers, partition=partition)
         self._queue = ClosureQueue(Clocks(max_staleness), cluster.start_seconds)
         self._reports: list[Report] = []
         self._definitions = Definitions(self.session, self._reference)
@@ -94,7 +94,8 @@ class Chief:
         pickled, uses = self._definitions.dumps(function)
         arguments, also = self._definitions.dumps((tuple(args), dict(kwargs)))
         key = hashlib.sha256(pickled).digest()
-        definitions = (*self._definitions.of(uses | also), Definition(("function", key), 0, pickled))
+        placed = {reference for reference in self.objects.revisions if reference[0] == "placed"}
+        definitions = (*self._definitions.of(uses | also | placed), Definition(("function", key), 0, pickled))
         rates = {number: remote.learning_rate for number, remote in remote_optimizers(self.objects).items()}
         learning_rates = {number: rate for number, rate in rates.items() if rate is not None}
         closure = Closure(closures.name_of(function), key, arguments, learning_rates, definitions)
@@ -128,10 +129,6 @@ class Chief:
             reports, self._reports = self._reports, []
         for report in reports:
             self.objects.add_metrics(report)
-
-    def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Returns the handle of a data set that every worker creates for itself."""
-        return PerWorkerDataset(self._definitions.add_dataset(dataset_fn))
 
     @contextmanager
     def _flushed_after_error(self) -> Iterator[None]:
@@ -179,8 +176,7 @@ class Chief:
 
     def _work(self, worker: TaskConnection) -> None:
         """Sends closures to a worker until the queue is closed."""
-        start: StartJob = self._job, self._partition
-        worker.send(start)
+        worker.send(self._job)
         joined: Joined | Failure = worker.receive()
         if isinstance(joined, Failure):
             worker.close()
@@ -194,10 +190,10 @@ class Chief:
                 except ChannelClosed:
                     self._queue.lost(worker.peer, closure)
                     raise
-                if isinstance(reply, Ran):
-                    self._finish(worker, closure, reply)
-                else:
+                if isinstance(reply, Failure):
                     self._queue.failed(worker, closure, reply.error())
+                else:
+                    self._finish(worker, closure, reply)
             worker.send(None)
         finally:
             self._queue.remove_worker(worker)
@@ -218,10 +214,10 @@ class Chief:
         for definition in definitions:
             if definition.error:
                 return Failure.of(ConfigError(self._not_sent(closure, worker, definition)))
-        arguments = pickle.PickleBuffer(closure.arguments)
-        worker.send(Run(closure.function, arguments, closure.learning_rates, definitions))
+        run: Run = closure.function, pickle.PickleBuffer(closure.arguments), closure.learning_rates, definitions
+        worker.send(run)
         reply: Ran | Failure = worker.receive()
-        if isinstance(reply, Ran):
+        if not isinstance(reply, Failure):
             known.update({each.reference: each.revision for each in definitions})
         return reply
 
@@ -239,16 +235,17 @@ class Chief:
         )
 
     def _finish(self, worker: TaskConnection, closure: Closure, ran: Ran) -> None:
+        pickled, metrics, seconds, waiting = ran
         try:
-            result = closures.loads(ran.result, self.objects.resolve)
+            result = closures.loads(pickled, self.objects.resolve)
         except Exception as error:  # noqa: BLE001  (the user's own types are unpickled)
             self._queue.failed(worker, closure, error)
             return
         with self._lock:
-            self._reports.append(ran.metrics)
+            self._reports.append(metrics)
         self._queue.done(worker, closure, result)
         with self._lock:
-            self._times.note(worker.peer, closure.name, ran.seconds, ran.waiting)
+            self._times.note(worker.peer, closure.name, seconds, waiting)
             if time.monotonic() >= self._times_due:
                 self._compare_workers()
 
@@ -272,13 +269,6 @@ class Chief:
         wait_for_end(self._job)
 
 
-def _pickled(partition: Partition | None) -> bytes:
-    try:
-        return bytes(cloudpickle.dumps(partition))
-    except Exception as error:
-        raise ConfigError(f"the variable_partitioner cannot be sent to workers ({error}): use a function.") from error
-
-
 @final
 class Definitions:
     """The definitions of a job, each made when a scheduled function first refers to it."""
@@ -287,13 +277,7 @@ class Definitions:
         self._session = session
         self._objects = session.objects
         self._reference = reference
-        self._datasets: list[Any] = []
         self._made: dict[Reference, tuple[Definition, frozenset[Reference]]] = {}
-
-    def add_dataset(self, dataset: Any) -> int:
-        """Adds a data set of workers, or the function that creates it; returns its number."""
-        self._datasets.append(dataset)
-        return len(self._datasets) - 1
 
     def dumps(self, item: Any) -> tuple[bytes, frozenset[Reference]]:
         """Pickles ``item``; returns the references in it as well."""
@@ -321,20 +305,16 @@ class Definitions:
 
     def _also(self, reference: Reference) -> set[Reference]:
         """What a worker is to have besides, when it has the rest: how a model is compiled, or an optimizer's models."""
-        import keras
-
         tag, number = reference
         if tag != "created":
             return set()
-        if self._objects.last_compile(number) is not None:
+        if ("compiled", number) in self._objects.revisions:
             return {("compiled", number)}
         item = self._objects.resolve(reference)
         keys = self._trained_by(item) if isinstance(item, keras.optimizers.Optimizer) else ()
         return {("created", key[0]) for key in keys if isinstance(key, tuple)}
 
     def _trained_by(self, optimizer: Any) -> tuple[VariableKey, ...]:
-        from choros.training.keras_internals.models import trained_variables
-
         return self._session.keys_of(trained_variables(optimizer))
 
     def _definition(self, reference: Reference) -> tuple[Definition, frozenset[Reference]]:
@@ -353,32 +333,24 @@ class Definitions:
 
     def _pickle(self, reference: Reference) -> tuple[bytes, frozenset[Reference]]:
         tag, number = reference
-        if tag == "dataset":
-            dataset = self._datasets[number]
-            return self.dumps(getattr(dataset, "python_function", dataset))
-        if tag == "compiled":
-            return self.dumps(self._compile_arguments(number))
         item = self._objects.resolve(reference)
+        if tag in ("dataset", "placed"):
+            return self.dumps(item)
+        if tag == "compiled":
+            return self.dumps(self._compile_arguments(number, item))
         if tag == "metric":
             return self._dumps(item, lambda part: None if part is item else self._reference(part))
         return self._created(item)
 
-    def _compile_arguments(self, number: int) -> tuple[Any, ...]:
+    def _compile_arguments(self, number: int, call: KerasCall) -> tuple[Any, ...]:
         """Returns what ``compile_copy`` takes; an optimizer's name is replaced by the optimizer created."""
         model = self._objects.resolve(("created", number))
-        call = self._objects.last_compile(number)
-        if call is None:
-            raise ConfigError(f"{model.name!r} is not compiled.")
         if call.get("optimizer") is not None and getattr(model, "optimizer", None) is not None:
             call = call.replaced(optimizer=model.optimizer)
         return call.bound.args, call.bound.kwargs, tuple(layer.trainable for layer in layers_in_order(model))
 
     def _created(self, item: Any) -> tuple[bytes, frozenset[Reference]]:
-        """Pickles an optimizer, its variables without weight decay and, if it is built, all of them; or a model, and
-        where its weights are.
-        """
-        import keras
-
+        """Pickles a model; or an optimizer, its variables without weight decay and, if it is built, all of them."""
         if isinstance(item, keras.optimizers.Optimizer):
             created = item, (self._session.undecayed(item), self._trained_by(item))
             return self._dumps(created, lambda part: None if part is item else self._reference(part))
@@ -389,7 +361,7 @@ class Definitions:
                 return shared.get(id(part))
             return self._reference(part)
 
-        return self._dumps((item, self._session.placement_of(item)), reference)
+        return self._dumps(item, reference)
 
     def _dumps(self, item: Any, reference: Callable[[Any], Reference | None]) -> tuple[bytes, frozenset[Reference]]:
         found: set[Reference] = set()

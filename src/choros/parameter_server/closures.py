@@ -2,7 +2,7 @@
 
 Cloudpickle, with these exceptions::
 
-    objects of the scope, data sets of workers     references by number           (ScopeObjects, Worker)
+    objects of the scope, data sets of workers     references by number           (ScopeObjects)
     other layers, models, optimizers, metrics,     recipes                        (parameter_server/recipes.py)
     Keras' losses
     tf.function                                    its Python function, wrapped again by the receiver
@@ -29,6 +29,7 @@ from choros.arrays import adapter_of, framework_adapter
 from choros.comm import Array
 from choros.errors import ConfigError
 from choros.parameter_server.messages import Reference
+from choros.parameter_server.recipes import by_recipe
 
 #: The package of a tensor's class → its framework and the name of all its tensors' class.
 _TENSORS = {
@@ -112,9 +113,7 @@ class _Pickler(cloudpickle.Pickler):
             return _code, (by_cloudpickle, item.co_filename, _lines_of(item.co_filename))
         if isinstance(item, ModuleType) and sys.modules.get(item.__name__) is item:
             return importlib.import_module, (item.__name__,)  # such as torch.ops, an instance of its own class
-        if "keras" in sys.modules and not isinstance(item, type):
-            from choros.parameter_server.recipes import by_recipe
-
+        if not isinstance(item, type):
             recipe = by_recipe(item, lambda part: self._reference(part) is not None)
             if recipe is not None:
                 return recipe

@@ -17,7 +17,7 @@
       None ─────────────────────────────────►             from the chief: the job has ended
 
     chief                                    worker
-      StartJob ─────────────────────────────►             the first message: the worker connects to the servers
+      the job's name ───────────────────────►             the first message: the worker connects to the servers
       ◄─────────────── Joined, or Failure ───             what it has created itself
       Run ──────────────────────────────────►             a closure; its definitions only once per worker
       ◄────────────────── Ran, or Failure ───
@@ -46,17 +46,17 @@ Changed = tuple[int, Mapping[Shard, Array]]
 Updated = Mapping[VariableKey, tuple[bool, Any]]
 #: The first message of a process to a server: the job's name, which the chief chose, and its host and number.
 Hello = tuple[str, tuple[str, int]]
-#: The first message of the chief to a worker: its job's name on the servers, and the partitioner, by cloudpickle.
-StartJob = tuple[str, bytes]
-#: The reply, once the worker has connected to the servers: the classes and references of what it has created itself.
+#: The reply to the job's name, once the worker has connected to the servers: the classes and references of what it has
+#: created itself.
 Joined = tuple[tuple[str, ...], Mapping[Reference, int]]
 
 
 @dataclass(frozen=True)
 class Definition:
-    """How a worker creates an object of the scope, a data set or a function, or compiles a model. The reference is
-    ``created``, ``compiled``, ``metric`` or ``dataset`` with a number, or ``function`` with its digest; ``revision``
-    counts calls of ``compile``, else 0. ``pickled`` is empty if the object cannot be sent; ``error`` then says why.
+    """How a worker creates an object of the scope, a data set or a function, or compiles a model; or where the weights
+    of one are. The reference is ``created``, ``compiled``, ``placed``, ``metric`` or ``dataset`` with a number, or
+    ``function`` with its digest; ``revision`` counts calls of ``compile``, else 0. ``pickled`` is empty if the object
+    cannot be sent; ``error`` then says why.
     """
 
     reference: Reference
@@ -65,21 +65,9 @@ class Definition:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class Run:
-    """Requests that a worker run a function, by its key; ``definitions`` are what this worker has not received yet."""
-
-    function: bytes
-    arguments: Any
-    learning_rates: Mapping[int, float]
-    definitions: Sequence[Definition]
-
-
-@dataclass(frozen=True)
-class Ran:
-    """The reply to ``Run``; ``seconds`` include getting the servers' values, ``waiting`` is for servers."""
-
-    result: Any
-    metrics: Report
-    seconds: float
-    waiting: float
+#: Requests that a worker run a function: its key, its arguments, the learning rates of optimizers by their numbers, and
+#: the definitions that this worker has not received yet.
+Run = tuple[bytes, Any, Mapping[int, float], Sequence[Definition]]
+#: The reply: the result, the metrics, the seconds that it took with getting the servers' values, and those of waiting
+#: for servers.
+Ran = tuple[Any, Report, float, float]

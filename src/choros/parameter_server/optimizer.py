@@ -67,29 +67,6 @@ def clip(
     return list(gradients)
 
 
-@final
-class Accumulator:
-    """Adds up the gradients of ``steps`` batches."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self.seen = 0
-        self._sums: list[Array] = []
-
-    def add(self, gradients: Sequence[Array]) -> list[Array] | None:
-        """Returns the mean of the last ``steps`` gradients, or ``None`` while there are fewer."""
-        if self._steps == 1:
-            return list(gradients)
-        # Not in place: the framework owns these arrays.
-        sums = zip(self._sums, gradients, strict=True) if self.seen else ((0, gradient) for gradient in gradients)
-        self._sums = [total + gradient for total, gradient in sums]
-        self.seen += 1
-        if self.seen < self._steps:
-            return None
-        self.seen = 0
-        return [total / np.asarray(self._steps, total.dtype) for total in self._sums]
-
-
 def _norm(gradient: Array) -> float:
     return float(np.linalg.norm(gradient.astype(np.float64).ravel()))
 
@@ -133,7 +110,9 @@ class RemoteOptimizer:
         self._trained = trained
         self._recipe = b""
         self._registered = False
-        self._accumulator: Accumulator | None = None
+        #: Of the batches since the last update, the sums of their gradients, and how many there are.
+        self._sums: list[Array] = []
+        self._seen = 0
 
     @property
     def learning_rate(self) -> float | None:
@@ -149,8 +128,8 @@ class RemoteOptimizer:
         """Sets the iterations to what the servers have counted, without batches that are only accumulated here."""
         updates = self._session().updates.get(self.number)
         if updates is not None:
-            seen = self._accumulator.seen if self._accumulator else 0
-            apply_count(self._optimizer).assign(updates * (self._optimizer.gradient_accumulation_steps or 1) + seen)
+            steps = self._optimizer.gradient_accumulation_steps or 1
+            apply_count(self._optimizer).assign(updates * steps + self._seen)
 
     def note_trained(self, variables: Sequence[Any]) -> None:
         """Builds the optimizer of a worker, without slots: for the variables that the chief's has, if that is built."""
@@ -178,7 +157,6 @@ class RemoteOptimizer:
         optimizer = self._optimizer
         self._check(session, variables)
         steps = optimizer.gradient_accumulation_steps or 1
-        self._accumulator = self._accumulator or Accumulator(steps)
         limits = optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue
         scheduled = follows_schedule(optimizer)
         rate = 0.0 if scheduled else optimizer.learning_rate
@@ -197,7 +175,7 @@ class RemoteOptimizer:
             now, *arrays = hosts
             grads, others = arrays[: len(variables)], arrays[len(variables) :]
             current, rows_of = others[len(indices) :], iter(others)
-            mean = self._accumulator.add(grads)  # type: ignore[union-attr]
+            mean = self.accumulated(grads, steps)
             if mean is None:
                 return [np.array(value) for value in current]
             self._register(session)
@@ -218,6 +196,16 @@ class RemoteOptimizer:
         with doing("receiving_values"):
             for variable, value in zip(variables, new, strict=True):
                 variable.assign(value)
+
+    def accumulated(self, gradients: Sequence[Array], steps: int) -> list[Array] | None:
+        """Returns the mean of the last ``steps`` gradients, or ``None`` while there are fewer."""
+        if steps == 1:
+            return list(gradients)
+        # Not in place: the framework owns these arrays.
+        sums = zip(self._sums, gradients, strict=True) if self._seen else ((0, gradient) for gradient in gradients)
+        self._sums = [total + gradient for total, gradient in sums]
+        self._seen = (self._seen + 1) % steps
+        return None if self._seen else [total / np.asarray(steps, total.dtype) for total in self._sums]
 
     def average(self) -> None:
         """Overwrites the variables with their moving averages, on the servers and in this process."""

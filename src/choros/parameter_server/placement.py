@@ -1,4 +1,4 @@
-"""The placement of variables: a pure plan of which server stores which shard, identical in every process.
+"""The placement of variables: a pure plan of which server stores which shard, which the chief makes for all.
 
 ::
 

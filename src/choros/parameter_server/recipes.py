@@ -52,14 +52,16 @@ _SETTINGS = ("supports_masking", "input_spec", "autocast")
 def by_recipe(item: Any, shared: Callable[[Any], bool]) -> Recipe | None:
     """Returns how to create a copy of a Keras object, ``None`` for others; ``shared`` layers go by reference."""
     if isinstance(item, keras.Variable):
-        return _variable, (tuple(item.shape), str(item.dtype), item.trainable, item.name, item.aggregation)
+        config = {name: getattr(item, name) for name in ("trainable", "name", "aggregation")}
+        return partial(keras.Variable, shape=tuple(item.shape), dtype=str(item.dtype), **config), ("zeros",)
     if isinstance(item, keras.optimizers.LossScaleOptimizer):
         config = {name: value for name, value in item.get_config().items() if name != "inner_optimizer"}
         return partial(item.__class__, **config), (item.inner_optimizer,)
     if isinstance(item, keras.optimizers.Optimizer):
-        return _from_config, (underived(type(item)), optimizer_config(item))
+        kind: Any = underived(type(item))
+        return kind.from_config, (optimizer_config(item),)
     if isinstance(item, keras.Metric):
-        return _from_config, (type(item), item.get_config())
+        return type(item).from_config, (item.get_config(),)
     if isinstance(item, keras.losses.Loss) and type(item).__module__.startswith("keras."):
         # Plain pickling includes a timestamp: workers would treat each copy as a new function and retrace it.
         return keras.saving.deserialize_keras_object, (keras.saving.serialize_keras_object(item),)
@@ -215,14 +217,3 @@ def _custom_objects(config: Any, layers: Sequence[Any]) -> dict[str, Any]:
                 if name in names and name != "<lambda>":
                     found[name] = kind
     return found
-
-
-# Others.
-
-
-def _variable(shape: tuple[int, ...], dtype: str, trainable: bool, name: str, aggregation: str) -> Any:
-    return keras.Variable(np.zeros(shape), dtype=dtype, trainable=trainable, name=name, aggregation=aggregation)
-
-
-def _from_config(kind: Any, config: Mapping[str, Any]) -> Any:
-    return kind.from_config(dict(config))

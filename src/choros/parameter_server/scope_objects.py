@@ -1,84 +1,67 @@
 """The objects created in the scope, by number; references to them are valid in every process of a job: workers
-that run the same script create them in the same order, and the chief sends recipes of the others (recipes.py).
+that run the same script create them in the same order, and the chief sends definitions of the others (chief.py).
 """
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, final
 
+import keras
 import numpy as np
 
 from choros.arrays import adapter_of
 from choros.comm import Array
-from choros.distribute.fit.training import KerasCall
+from choros.distribute.training import KerasCall
 from choros.errors import ConfigError
 from choros.parameter_server.messages import Reference, Report
 from choros.parameter_server.slots import Slots
+from choros.training.keras_internals.models import layers_of
 
 
 @final
 class ScopeObjects:
-    """The objects of a scope in order of creation; metrics are numbered separately, as Keras creates those of
-    ``compile`` at the first batch, at a different point of the script in each process.
+    """What functions refer to: models and optimizers, ``created``, in order of creation, the last ``compiled`` call of
+    each model, where its weights are ``placed``, ``dataset``s of workers; on these, each ``function``. Numbers of each
+    ``metric`` are separate, as Keras creates those of ``compile`` at the first batch, at a different point of the
+    script in each process.
     """
 
     def __init__(self) -> None:
-        self._created: dict[int, Any] = {}
-        self._metrics: dict[int, Any] = {}
+        self._known: dict[Reference, Any] = {}
+        #: Of each of them, 0; of a model's ``compile``, the number of calls.
+        self.revisions: dict[Reference, int] = {}
         #: The slots of optimizers, by their numbers; only on the chief, which has slots.
         self.slots: dict[int, Slots] = {}
-        self._compiled: dict[int, tuple[int, KerasCall]] = {}
 
-    def add(self, item: Any) -> int:
-        """Adds a model or an optimizer; returns its number."""
-        number = len(self._created)
-        self._created[number] = item
+    def add(self, tag: str, item: Any) -> int:
+        """Adds what this process has created; returns its number."""
+        number = len(self._of(tag))
+        self.put((tag, number), item)
         return number
-
-    def add_metric(self, metric: Any) -> None:
-        """Adds a metric."""
-        self._metrics[len(self._metrics)] = metric
 
     def add_compile(self, model: Any, call: KerasCall) -> None:
         """Adds a call of a model's ``compile``."""
-        for number, item in self._created.items():
+        for number, item in self._of("created"):
             if item is model:
-                calls, _ = self._compiled.get(number, (0, None))
-                self._compiled[number] = calls + 1, call
+                self.put(("compiled", number), call, self.revisions.get(("compiled", number), 0) + 1)
 
-    def put(self, reference: Reference, item: Any) -> None:
-        """Adds the copy of an object that the chief has created."""
-        tag, number = reference
-        (self._metrics if tag == "metric" else self._created)[number] = item
+    def put(self, reference: Reference, item: Any, revision: int = 0) -> None:
+        """Adds an object, such as a copy of what the chief has created."""
+        self._known[reference], self.revisions[reference] = item, revision
+
+    def _of(self, tag: str) -> list[tuple[int, Any]]:
+        return [(number, self._known[each, number]) for each, number in sorted(self._known) if each == tag]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._created.values())
+        return (item for _, item in self._of("created"))
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The classes of models and optimizers: equal in processes that have run the same script."""
-        return tuple(type(item).__name__ for item in self._created.values())
-
-    @property
-    def revisions(self) -> Mapping[Reference, int]:
-        """References to what this process has created; of a model's ``compile``, the number of calls."""
-        return {
-            **{("created", number): 0 for number in self._created},
-            **{("compiled", number): calls for number, (calls, _) in self._compiled.items()},
-            **{("metric", number): 0 for number in self._metrics},
-        }
-
-    def last_compile(self, number: int) -> KerasCall | None:
-        """Returns the last call of a model's ``compile``; ``None`` without any."""
-        return self._compiled[number][1] if number in self._compiled else None
+        return tuple(type(item).__name__ for item in self)
 
     def models(self) -> Iterator[tuple[int, Any]]:
         """Yields the fully built models with their numbers; one without ``build`` has only its layers' weights."""
-        import keras
-
-        from choros.training.keras_internals.models import layers_of
-
-        for number, item in sorted(self._created.items()):
+        for number, item in self._of("created"):
             if isinstance(item, keras.Model) and all(
                 layer.built or type(layer).build is keras.Layer.build for layer in layers_of(item)
             ):
@@ -86,9 +69,7 @@ class ScopeObjects:
 
     def loss_scales(self) -> Iterator[tuple[int, Any]]:
         """Yields the built loss-scale optimizers with their numbers."""
-        import keras
-
-        for number, item in sorted(self._created.items()):
+        for number, item in self._of("created"):
             if isinstance(item, keras.optimizers.LossScaleOptimizer) and item.built:
                 yield number, item
 
@@ -99,7 +80,7 @@ class ScopeObjects:
             for index, metric in enumerate(_parts(model, "metric")):
                 seen.update({id(metric), *map(id, getattr(metric, "metrics", ()))})
                 yield ("part", number, "metric", index), metric
-        for index, metric in sorted(self._metrics.items()):
+        for index, metric in self._of("metric"):
             if id(metric) not in seen:
                 yield ("metric", index), metric
 
@@ -122,14 +103,12 @@ class ScopeObjects:
 
     def shared_layers(self, model: Any) -> dict[int, Reference]:
         """Returns references by ``id`` to layers that other models share: inner models, and layers of earlier ones."""
-        import keras
-
-        number_of = {id(item): number for number, item in self._created.items() if isinstance(item, keras.Model)}
+        number_of = {id(item): number for number, item in self._of("created") if isinstance(item, keras.Model)}
         own = {id(layer): layer for layer in _parts(model, "layer") if layer is not model}
         within = {key: layer for key, layer in own.items() if key in number_of}
         inner = {id(part) for layer in within.values() for part in _parts(layer, "layer") if part is not layer}
         shared: dict[int, Reference] = {}
-        for number, item in sorted(self._created.items()):
+        for number, item in self._of("created"):
             if isinstance(item, keras.Model) and number < number_of[id(model)]:
                 parts = _parts(item, "layer")
                 if not any(part is model for part in parts):
@@ -142,16 +121,11 @@ class ScopeObjects:
         """Returns the reference that finds ``item`` in other processes; ``None`` if it is no Keras object, or a layer
         without weights that is no part of a model; ConfigError if it was not created in the scope.
         """
-        if "keras" not in sys.modules:
-            return None
-        import keras
-
         if not isinstance(item, (keras.Layer, keras.Variable, keras.Metric, keras.optimizers.Optimizer)):
             return None
-        for tag, known in (("created", self._created), ("metric", self._metrics)):
-            for number, candidate in known.items():
-                if candidate is item:
-                    return (tag, number)
+        for reference, known in self._known.items():
+            if known is item:
+                return reference
         for number, model in self.models():
             for kind in ("layer", "variable", "metric"):
                 for index, part in enumerate(_parts(model, kind)):
@@ -167,21 +141,18 @@ class ScopeObjects:
     def resolve(self, reference: Reference) -> Any:
         """Returns the object that ``reference`` denotes; ConfigError if this process has not created it."""
         tag, number, *part = reference
-        known = self._metrics if tag == "metric" else self._created
-        if number not in known:
+        whole = ("created" if part else tag, number)
+        if whole not in self._known:
             raise ConfigError(
                 f"a scheduled function uses object {number} of the scope, which this process does not have: create "
                 "models, optimizers and metrics within `with strategy.scope():`, in the same order in every process."
             )
-        return _parts(known[number], part[0])[part[1]] if tag == "part" else known[number]
+        item = self._known[whole]
+        return _parts(item, part[0])[part[1]] if part else item
 
 
 def layers_in_order(model: Any) -> list[Any]:
     """Its layers, in the order of each copy: without inputs, which models have in common here, but not their copies."""
-    import keras
-
-    from choros.training.keras_internals.models import layers_of
-
     return [layer for layer in layers_of(model) if not isinstance(layer, keras.layers.InputLayer)]
 
 

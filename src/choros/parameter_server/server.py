@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
+import keras
+
 from choros.comm import Array
 from choros.errors import ConfigError
-from choros.parameter_server.cluster import CHIEF, this_process
-from choros.parameter_server.jobs import JobServer
+from choros.parameter_server.cluster import CHIEF, JobServer, this_process
 from choros.parameter_server.messages import Changed, Hello, Updated
 from choros.parameter_server.placement import Rows, Shard, SlotKey
 from choros.parameter_server.scope_objects import host
@@ -40,8 +41,6 @@ class Shards:
 
     def assign(self, values: Mapping[Shard, Array]) -> None:
         """Assigns values to variables; creates those that do not exist. Optimizers start from slots assigned before."""
-        import keras
-
         with self._lock:
             for shard, value in values.items():
                 if shard in self._variables:
@@ -129,8 +128,6 @@ class _Optimizer:
         self._update = _update_of(optimizer, compiled)
 
     def apply(self, gradients: Mapping[Shard, Any], learning_rate: float | None) -> None:
-        import keras
-
         if not gradients.keys() <= set(self._shards):
             raise ConfigError(
                 "gradients of variables that the optimizer does not know: another worker has applied it first, to "
@@ -163,8 +160,6 @@ def _slot(optimizer: int, index: int, parent: Shard | None) -> Shard:
 
 def _update_of(optimizer: Any, compiled: bool) -> Callable[[list[Any]], None]:
     """Returns ``optimizer.apply``, compiled for the frameworks that profit from it."""
-    import keras
-
     framework = keras.backend.backend()
     if not compiled and framework == "jax":
         return optimizer.apply  # type: ignore[no-any-return]

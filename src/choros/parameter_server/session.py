@@ -9,10 +9,10 @@
                                             Assign  ◄────────────── push_assigned: after it, as of batch norm
     pull: after the last function ◄──────── Changed
 
-Variables are placed once the model is built, by one plan everywhere; the chief's include slots (slots.py). What a
-function assigns to weights itself is noted, before, and sent at its end if it differs from what the servers have. One
-that is compiled assigns without ``assign``, whenever it runs: what it was seen to assign when it was traced is compared
-after each function, as are the statistics of layers; nothing else is.
+The chief places variables once a model is built, and tells workers where they are; it has those of slots, too
+(slots.py). What a function assigns to weights itself is noted, before, and sent at its end if it differs from what the
+servers have. One that is compiled assigns without ``assign``, whenever it runs: what it was seen to assign when it was
+traced is compared after each function, as are the statistics of layers; nothing else is.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, final
 
+import keras
 import numpy as np
 
 from choros.arrays import adapter_of
@@ -60,18 +61,22 @@ from choros.training.variables import derive_again
 @final
 class ServerSession:
     """Synchronizes the variables of the models and optimizers in ``objects`` with ``servers``; ``worker``: its number,
-    ``None`` on the chief.
+    ``None`` on the chief, which places variables by a ``partition``.
     """
 
     def __init__(
-        self, objects: ScopeObjects, servers: Servers, partition: Partition | None, worker: int | None = None
+        self,
+        objects: ScopeObjects,
+        servers: Servers,
+        *,
+        partition: Partition | None = None,
+        worker: int | None = None,
     ) -> None:
         self.objects = objects
         self._worker = worker
         self.servers = servers
         self._partition = partition
         self._seen: set[int] = set()
-        self._planned: dict[int, Placement] = {}
         self._placement: Placement = {}
         self._variables: dict[VariableKey, Any] = {}
         self._keys: dict[int, VariableKey] = {}
@@ -106,15 +111,6 @@ class ServerSession:
         """Returns the servers and the shards of ``variable``, in the order of their rows; raises as ``key_of``."""
         key = self.key_of(variable)  # may replace the placement
         return self._placement[key]
-
-    def placement_of(self, model: Any) -> Placement:
-        """Returns where the weights of a model are, in their order; empty if it is not built yet."""
-        keys = [self._keys.get(id(weight)) for weight in model.weights]
-        return {} if None in keys else {key: self._placement[key] for key in keys if key is not None}
-
-    def plan(self, number: int, placement: Placement) -> None:
-        """Sets where the weights of model ``number`` are, as the chief has placed them."""
-        self._planned[number] = placement
 
     def keys_of(self, variables: Iterable[Any]) -> tuple[VariableKey, ...]:
         """Returns the keys of those of the variables that the servers store."""
@@ -289,18 +285,20 @@ class ServerSession:
 
     def _discover_variables(self, number: int, variables: Sequence[Any], statistics: AbstractSet[int]) -> None:
         """Adds variables of a model or a loss scale; optimizers do not update those in ``statistics``."""
-        import keras
-
-        self._seen.add(number)
-        if planned := self._planned.get(number):
-            # The chief may have numbered the weights that models have in common by another one of them.
-            own = {key: v for key, v in zip(planned, variables, strict=True) if id(v) not in self._keys}
-        else:
-            own = {(number, i): v for i, v in enumerate(variables) if id(v) not in self._keys}
+        if self._worker is None:
+            # Weights that models have in common have the key of the first one.
+            keys = [self._keys.get(id(v), (number, i)) for i, v in enumerate(variables)]
+            specs = {key: (tuple(v.shape), str(v.dtype)) for key, v in zip(keys, variables, strict=True)}
+            new = {key: spec for key, spec in specs.items() if key not in self._placement}
             # Each model starts at a different server, so that many small ones do not all fill the first.
-            specs = {key: (tuple(v.shape), str(v.dtype)) for key, v in own.items()}
-            planned = place(specs, self._partition, len(self.servers), first=number)
-        self._placement = {**planned, **self._placement}
+            placed = {**self._placement, **place(new, self._partition, len(self.servers), first=number)}
+            self.objects.put(("placed", number), {key: placed[key] for key in keys})
+        elif ("placed", number) not in self.objects.revisions:
+            return
+        self._seen.add(number)
+        plan: Placement = self.objects.resolve(("placed", number))
+        own = {key: v for key, v in zip(plan, variables, strict=True) if id(v) not in self._keys}
+        self._placement = {**plan, **self._placement}
         self._variables.update(own)
         self._keys.update({id(v): key for key, v in own.items()})
         if keras.backend.backend() == "tensorflow":  # users may pass the tf.Variable
@@ -372,8 +370,6 @@ class _Noted:
 
 def copy_of(variable: Any) -> Array | None:
     """Returns a copy of a variable's value, also while a function is traced; ``None`` if JAX has given it away."""
-    import keras
-
     value = local_value(variable)
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from choros.distribute.cluster_resolver import ClusterSpec, TFConfigClusterResolver
-from choros.distribute.fit.training import Training
 from choros.distribute.replicas import ProcessReplicas
 from choros.distribute.strategy import Strategy
+from choros.distribute.training import Training
 from choros.errors import ConfigError, EngineError, StrategyError
-from choros.parameter_server.cluster import Cluster
-from choros.parameter_server.jobs import JobServer, leave_signals_to_the_chief
-from choros.parameter_server.messages import StartJob
+from choros.parameter_server.cluster import Cluster, JobServer, leave_signals_to_the_chief
 from choros.parameter_server.placement import Partition
 from choros.transport.channel import Channel
 
@@ -229,7 +227,7 @@ class Server:
         return self._task
 
 
-def _run_functions(server: JobServer, chief: Channel, start: StartJob) -> None:
+def _run_functions(server: JobServer, chief: Channel, job: str) -> None:
     """Runs the functions of a chief, with copies of its objects."""
     import keras
 
@@ -238,10 +236,9 @@ def _run_functions(server: JobServer, chief: Channel, start: StartJob) -> None:
     # On JAX, a step that waits for the servers in a callback holds threads of XLA's pool.
     worker = Worker(server.cluster, _exclusive if keras.backend.backend() == "jax" else nullcontext())
     try:
-        job, _ = start
         with server.job(job):
             ParameterServerStrategy.of_worker(worker)
-            worker.run(chief, start)
+            worker.run(chief, job)
     except EngineError as error:
         _log.warning("%s: %s", server.cluster.name, error)
 

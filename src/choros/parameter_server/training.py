@@ -22,8 +22,8 @@ from weakref import WeakSet
 
 import keras
 
-from choros.distribute.fit.training import KerasCall, Training
 from choros.distribute.scope import enter_fit, in_fit
+from choros.distribute.training import KerasCall, Training
 from choros.parameter_server.chief import Chief
 from choros.parameter_server.optimizer import add_remote_optimizer
 from choros.parameter_server.session import ServerSession
@@ -52,7 +52,7 @@ class ServerTraining(Training):
         """Patches the optimizer: the servers apply its gradients."""
         role = self._role
         if not role.serving:
-            number = role.objects.add(optimizer)
+            number = role.objects.add("created", optimizer)
             remote = add_remote_optimizer(optimizer, number, lambda: role.session, is_chief=isinstance(role, Chief))
             if remote is not None and remote.slots is not None:
                 role.objects.slots[number] = remote.slots
@@ -60,12 +60,12 @@ class ServerTraining(Training):
     def model_created(self, model: Any) -> None:
         """Adds it to the objects of the scope."""
         if not self._role.serving:
-            self._role.objects.add(model)
+            self._role.objects.add("created", model)
 
     def metric_created(self, metric: Any) -> None:
         """Adds it to the objects of the scope."""
         if not self._role.serving and not in_fit():  # Keras' own, which belong to the model
-            self._role.objects.add_metric(metric)
+            self._role.objects.add("metric", metric)
 
     def compile(self, model: Any, call: KerasCall) -> None:
         """Keras' own ``compile``; workers compile their copies in the same way."""

@@ -2,25 +2,25 @@
 
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, Queue
 from typing import Any, NoReturn, final
+
+import keras
 
 from choros.errors import StrategyError
 from choros.observe import events
 from choros.observe.events import Kind
 from choros.observe.progress import page
 from choros.parameter_server import closures
-from choros.parameter_server.cluster import Cluster
-from choros.parameter_server.jobs import chief_lost, leave_signals_to_the_chief, wait_for_chief
-from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Run, StartJob
+from choros.parameter_server.cluster import Cluster, chief_lost, leave_signals_to_the_chief, wait_for_chief
+from choros.parameter_server.messages import Definition, Joined, Ran, Reference, Run
 from choros.parameter_server.optimizer import add_remote_optimizer, remote_optimizers
-from choros.parameter_server.queue import PerWorkerDataset
 from choros.parameter_server.recipes import compile_copy
 from choros.parameter_server.scope_objects import ScopeObjects
 from choros.parameter_server.session import ServerSession
-from choros.transport.channel import Channel, ChannelClosed, Failure, Listener
+from choros.transport.channel import Channel, ChannelClosed, Failure
 
 
 @final
@@ -28,17 +28,12 @@ class Worker:
     """A worker's role; once ``serving``, as a chief has connected, only the chief adds objects."""
 
     def __init__(self, cluster: Cluster, exclusive: AbstractContextManager[Any] | None = None) -> None:
-        import keras
-
         self.strategy: Any = None
         self.objects = ScopeObjects()
         self.serving = False
         self._cluster = cluster
         self._exclusive = exclusive or nullcontext()
         self._session: ServerSession | None = None
-        self._functions: dict[bytes, tuple[Callable[..., Any], list[closures.Copy]]] = {}
-        self._datasets: dict[int, Any] = {}
-        self._defined: dict[Reference, int] = {}
         self._iterators: dict[tuple[int, int], Iterator[Any]] = {}
         if keras.backend.backend() == "jax":
             from choros.arrays.jax_arrays import spare_xla_thread
@@ -55,11 +50,6 @@ class Worker:
             )
         return self._session
 
-    def dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Keeps ``dataset_fn`` until the chief sends a function that uses the data set."""
-        self._datasets[len(self._datasets)] = getattr(dataset_fn, "python_function", dataset_fn)
-        return PerWorkerDataset(len(self._datasets) - 1)
-
     def chief(self) -> NoReturn:
         """Runs the functions that the chief sends; exits with code 0 when the job has ended."""
         if self.serving:
@@ -69,27 +59,25 @@ class Worker:
                 "gradients itself and pass them to optimizer.apply()."
             )
         leave_signals_to_the_chief()
-        arrivals: Queue[tuple[Channel, StartJob]] = Queue()
+        arrivals: Queue[tuple[Channel, str]] = Queue()
         # Functions run in this thread, which has the script's settings.
-        listener = Listener(
-            self._cluster.address, self._cluster.key, self._cluster.name, lambda *arrival: arrivals.put(arrival)
-        )
+        listener = self._cluster.listen(lambda *arrival: arrivals.put(arrival))
 
-        def arrival(seconds: float) -> tuple[Channel, StartJob] | None:
+        def arrival(seconds: float) -> tuple[Channel, str] | None:
             with suppress(Empty):
                 return arrivals.get(timeout=seconds)
             return None
 
-        channel, start = wait_for_chief(arrival, self._cluster, listener)
+        channel, job = wait_for_chief(arrival, self._cluster, listener)
         listener.close()
-        self.run(channel, start)
+        self.run(channel, job)
         raise SystemExit(0)
 
-    def run(self, chief: Channel, start: StartJob) -> None:
+    def run(self, chief: Channel, job: str) -> None:
         """Runs the functions that the chief sends, until the job has ended."""
         self.serving = True
         try:
-            self._join(chief, start)
+            self._join(chief, job)
             while (message := chief.receive()) is not None:
                 with self._exclusive:
                     reply = self._reply(message)
@@ -97,31 +85,29 @@ class Worker:
         except ChannelClosed as error:
             raise chief_lost() from error
 
-    def _join(self, chief: Channel, start: StartJob) -> None:
+    def _join(self, chief: Channel, job: str) -> None:
         try:
-            job, pickled = start
-            partition = pickle.loads(pickled)  # noqa: S301  (from an authenticated process)
-            self._session = ServerSession(self.objects, self._cluster.servers(job), partition, self._cluster.index)
+            self._session = ServerSession(self.objects, self._cluster.servers(job), worker=self._cluster.index)
         except Exception as error:
             chief.send(Failure.of(error))
             raise
         for remote in remote_optimizers(self.objects).values():
             remote.prepare()
-        datasets = {("dataset", number): 0 for number in self._datasets}
-        joined: Joined = self.objects.kinds, {**self.objects.revisions, **datasets}
+        joined: Joined = self.objects.kinds, self.objects.revisions
         chief.send(joined)
 
     def _reply(self, message: Run) -> Ran | Failure:
         session = self.session
+        key, pickled, learning_rates, definitions = message
         try:
-            for definition in message.definitions:
+            for definition in definitions:
                 self._define(definition)
-            function, captured = self._functions[message.function]
+            function, captured = self.objects.resolve(("function", key))
             copies = captured.copy()
-            args, kwargs = closures.loads(message.arguments, self._resolve, copies)
+            args, kwargs = closures.loads(pickled, self._resolve, copies)
             for number, remote in remote_optimizers(self.objects).items():
-                if number in message.learning_rates:
-                    remote.learning_rate = message.learning_rates[number]
+                if number in learning_rates:
+                    remote.learning_rate = learning_rates[number]
             began, waited = time.perf_counter(), page.waited
             session.servers.failure = None  # of an earlier function, which has caught it
             session.pull()
@@ -135,41 +121,31 @@ class Worker:
             session.push_assigned()
             times = time.perf_counter() - began, page.waited - waited
             pickled = pickle.PickleBuffer(closures.dumps(result, self.objects.reference))
-            return Ran(pickled, self.objects.count_metrics(), *times)
+            return pickled, self.objects.count_metrics(), *times
         except (Exception, SystemExit) as error:  # noqa: BLE001  (what ends a function, its sys.exit, too, is the chief's)
             cause, session.servers.failure = session.servers.failure, None
             return Failure.of(cause or error)
 
     def _define(self, definition: Definition) -> None:
-        if self._defined.get(definition.reference, -1) >= definition.revision:
+        reference, revision = definition.reference, definition.revision
+        if self.objects.revisions.get(reference, -1) >= revision:
             return  # sent with a function that failed
         with self.strategy.scope():
             copies: list[closures.Copy] = []
             item = closures.loads(definition.pickled, self._resolve, copies)
-            match definition.reference:
-                case ("function", key):
-                    self._functions[key] = item, copies
-                case ("dataset", number):
-                    self._datasets[number] = item
+            match reference:
+                case ("function", _):
+                    item = item, copies
                 case ("compiled", number):
                     compile_copy(self.objects.resolve(("created", number)), *item)
-                case ("metric", _):
-                    self.objects.put(definition.reference, item)
-                case ("created", number):
-                    self._add_created(number, *item)
-        self._defined[definition.reference] = definition.revision
-
-    def _add_created(self, number: int, created: Any, about: Any) -> None:
-        import keras
-
-        self.objects.put(("created", number), created)
-        if not isinstance(created, keras.optimizers.Optimizer):
-            self.session.plan(number, about)
-        else:
-            undecayed, trained = about
-            remote = add_remote_optimizer(created, number, lambda: self.session, undecayed=undecayed, trained=trained)
-            if remote:
-                remote.prepare()
+                case ("created", number) if isinstance(item, tuple):
+                    item, (undecayed, trained) = item
+                    remote = add_remote_optimizer(
+                        item, number, lambda: self.session, undecayed=undecayed, trained=trained
+                    )
+                    if remote:
+                        remote.prepare()
+            self.objects.put(reference, item, revision)
 
     def _resolve(self, reference: Reference) -> Any:
         match reference:
@@ -184,6 +160,6 @@ class Worker:
 
     def _iterator(self, dataset: int, number: int) -> Iterator[Any]:
         if (dataset, number) not in self._iterators:
-            dataset_fn = self._datasets[dataset]
+            dataset_fn = self.objects.resolve(("dataset", dataset))
             self._iterators[dataset, number] = iter(dataset_fn() if callable(dataset_fn) else dataset_fn)
         return self._iterators[dataset, number]

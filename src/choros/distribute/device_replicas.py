@@ -29,7 +29,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -37,23 +37,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from choros.comm.engines.threads import ThreadCommunicator, run_threads
-from choros.distribute.devices.collectives import (
-    AXIS,
-    ReplicaCollectives,
-    ThreadCollectives,
-    TracedCollectives,
-    gathered,
-    reduced,
-)
-from choros.distribute.devices.names import device_name, jax_devices
-from choros.distribute.fit.training import Training
+from choros.data.rows import Part
+from choros.distribute.device_collectives import AXIS, Flow, ReplicaCollectives, gathered, reduced
 from choros.distribute.replicas import Axis, ReplicaContext, Replicas
 from choros.distribute.scope import enter_scope
 from choros.distribute.types import PerReplica, ReduceOp
 from choros.errors import ConfigError, StrategyError
-
-if TYPE_CHECKING:
-    from choros.distribute.devices.training import Flow
 
 V = TypeVar("V")
 #: What stands for one value per replica, and for an array or number that is replicated, in a pattern of arguments.
@@ -63,42 +52,21 @@ _PER_REPLICA, _SHARED = object(), object()
 Unflatten = Callable[[Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 #: Calls the user's function on one replica, given its collectives, its per-replica and the replicated values.
 _ReplicaFunction = Callable[[ReplicaCollectives, Sequence[Any], Sequence[Any]], Any]
+#: A compiled step of all replicas: its variables, itself, and which of its results are scalars, once it is traced.
+_Step = tuple[Flow, Callable[..., Any], list[bool]]
 
 _SHARDED, _REPLICATED = PartitionSpec(AXIS), PartitionSpec()
-
-
-def local_devices(names: Sequence[str] | None = None) -> list[Any]:
-    """Returns JAX's devices of these names, by default all of its platform; ConfigError if absent or twice."""
-    if names is None:
-        return list(jax.local_devices())
-    known = jax_devices()
-    wanted = [device_name(name) for name in names]
-    if len(set(wanted)) < len(wanted) or not known.keys() >= set(wanted):
-        raise ConfigError(f"devices={list(names)!r}: choose from {', '.join(known)}, each once.")
-    return [known[name] for name in wanted]
-
-
-def on_devices(devices: Sequence[Any]) -> tuple[Replicas, Training | None]:
-    """Returns the replicas on several devices of this process, and their training (``None`` without Keras)."""
-    replicas = DeviceReplicas(devices)
-    if "keras" not in sys.modules:
-        return replicas, None
-    from choros.distribute.devices.training import DeviceTraining
-
-    return replicas, DeviceTraining(replicas, devices)
 
 
 @final
 class DeviceReplicas(Replicas):
     """One replica on each device of this process; at least two devices, of one kind."""
 
-    first = 0
-
     def __init__(self, devices: Sequence[Any]) -> None:
-        self.count = self.local_count = len(devices)
+        self.part = Part(0, len(devices), len(devices))
         self._mesh = Mesh(np.array(devices), (AXIS,))
         self._arrays = DeviceArrays(self._mesh)
-        self._steps: WeakMap[dict[Any, _CompiledStep]] = WeakMap()
+        self._steps: WeakMap[dict[Any, _Step]] = WeakMap()
         #: ``collectives``: those of the replica that this thread runs.
         self._thread = threading.local()
 
@@ -114,17 +82,17 @@ class DeviceReplicas(Replicas):
             return self._run_threads(self._in_replica_context(strategy, function, unflatten), per_replica, replicated)
         own = [value.values[0] for value in per_replica]
 
-        def compiled(function: Callable[..., Any]) -> _CompiledStep:
+        def compiled(function: Callable[..., Any]) -> _Step:
             call = self._in_replica_context(strategy, function, unflatten)
             is_number = [np.ndim(part) == 0 for part in own]
-            return _CompiledStep(call, self._mesh, is_number, self._flow_of(call, own, replicated))
+            return _compiled_step(call, self._mesh, is_number, self._flow_of(call, own, replicated))
 
-        step = _compiled_for(function, key, self._steps, compiled)
-        variables = self._arrays.variable_values(step.flow.variables) if step.flow else []
+        flow, step, numbers = _compiled_for(function, key, self._steps, compiled)
+        variables = self._arrays.variable_values(flow.variables)
         whole = [self._arrays.global_array(value) for value in per_replica]
-        leaves, numbers, tree, assigned = step(variables, whole, self._arrays.replicate(replicated))
-        if step.flow:
-            self._arrays.assign(step.flow.outputs, assigned)
+        results, assigned = step(variables, whole, self._arrays.replicate(replicated))
+        self._arrays.assign(flow.outputs, assigned)
+        leaves, tree = jax.tree.flatten(results)
         parts = [self._arrays.per_replica(leaf, numbers=number) for leaf, number in zip(leaves, numbers, strict=True)]
         return jax.tree.unflatten(tree, parts)
 
@@ -163,31 +131,29 @@ class DeviceReplicas(Replicas):
 
         return call
 
-    def _flow_of(self, call: _ReplicaFunction, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Flow | None:
-        """Returns the Keras variables that a function reads and assigns; ``None`` without Keras."""
+    def _flow_of(self, call: _ReplicaFunction, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Flow:
+        """Returns the Keras variables that a function reads and assigns."""
         if "keras" not in sys.modules:
-            return None
-        from choros.distribute.devices.training import flow_of
+            return Flow()
+        from choros.distribute.device_training import flow_of
 
         return flow_of(call, self._mesh, per_replica, replicated)
 
     def _run_threads(self, call: _ReplicaFunction, per_replica: Sequence[PerReplica], replicated: Sequence[Any]) -> Any:
         devices = self._arrays.devices
         flow = self._flow_of(call, [value.values[0] for value in per_replica], replicated)
-        variables = flow.variables if flow else ()
 
         def replica(communicator: ThreadCommunicator) -> tuple[Any, list[Any]]:
-            collectives = ThreadCollectives(communicator)
+            collectives = ReplicaCollectives(communicator)
             with jax.default_device(devices[0]):
                 own = jax.device_put([value.values[collectives.replica] for value in per_replica], devices[0])
                 shared = jax.device_put(list(replicated), devices[0])
-                values = [jax.device_put(variable.value, devices[0]) for variable in variables]
-                return _run_replica(collectives, flow, values, lambda: call(collectives, own, shared))
+                values = [jax.device_put(variable.value, devices[0]) for variable in flow.variables]
+                return flow.run(collectives, values, lambda: call(collectives, own, shared))
 
         done = run_threads(replica, self.count)
-        if flow:
-            for variable, value in zip(flow.outputs, done[0][1], strict=True):
-                variable.assign(value)
+        for variable, value in zip(flow.outputs, done[0][1], strict=True):
+            variable.assign(value)
 
         def per_replica_of(*parts: Any) -> PerReplica:
             return PerReplica([jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)])
@@ -221,50 +187,30 @@ class DeviceReplicas(Replicas):
         return [jax.device_put(value, self._arrays.devices[0]) for value in values]
 
 
-@final
-class _CompiledStep:
-    """One compiled step for all replicas; the flow's Keras variables are its first inputs and its last outputs."""
+def _compiled_step(call: _ReplicaFunction, mesh: Mesh, is_number: Sequence[bool], flow: Flow) -> _Step:
+    """Returns one step for all replicas, of whose values some are numbers; the flow's Keras variables are its first
+    inputs and its last outputs.
+    """
+    results_are_numbers: list[bool] = []
 
-    def __init__(self, call: _ReplicaFunction, mesh: Mesh, is_number: Sequence[bool], flow: Flow | None) -> None:
-        self.flow = flow
-        self._call = call
-        self._is_number = tuple(is_number)
-        #: For each result of the function, whether it is a scalar; known once it has been traced.
-        self._result_is_number: tuple[bool, ...] = ()
-        specs = {
-            "in_specs": (_REPLICATED, _SHARDED, _REPLICATED),
-            "out_specs": (_SHARDED, _REPLICATED),
-            "check_vma": False,
-        }
-        self._compiled = jax.jit(jax.shard_map(self._on_device, mesh=mesh, **specs))
-
-    def __call__(
-        self, variables: Sequence[Any], per_replica: Sequence[Any], replicated: Sequence[Any]
-    ) -> tuple[list[Any], tuple[bool, ...], Any, list[Any]]:
-        """Returns the results' sharded leaves, which of them are scalars, their tree, and the flow's outputs."""
-        results, assigned = self._compiled(list(variables), list(per_replica), list(replicated))
-        leaves, tree = jax.tree.flatten(results)
-        return leaves, self._result_is_number, tree, assigned
-
-    def _on_device(self, variables: Any, per_replica: Any, replicated: Any) -> tuple[Any, list[Any]]:
-        collectives = TracedCollectives()
-        own = [
-            array.reshape(()) if number else array for array, number in zip(per_replica, self._is_number, strict=True)
-        ]
-        results, assigned = _run_replica(
-            collectives, self.flow, variables, lambda: self._call(collectives, own, replicated)
-        )
+    def on_device(variables: Any, per_replica: Any, replicated: Any) -> tuple[Any, list[Any]]:
+        collectives = ReplicaCollectives()
+        own = [array.reshape(()) if number else array for array, number in zip(per_replica, is_number, strict=True)]
+        results, assigned = flow.run(collectives, variables, lambda: call(collectives, own, replicated))
         results = jax.tree.map(jnp.asarray, results)
-        self._result_is_number = tuple(leaf.ndim == 0 for leaf in jax.tree.leaves(results))
+        results_are_numbers[:] = [leaf.ndim == 0 for leaf in jax.tree.leaves(results)]
         return jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf.reshape(1), results), assigned
+
+    specs = {"in_specs": (_REPLICATED, _SHARDED, _REPLICATED), "out_specs": (_SHARDED, _REPLICATED)}
+    return flow, jax.jit(jax.shard_map(on_device, mesh=mesh, check_vma=False, **specs)), results_are_numbers
 
 
 def _compiled_for(
     function: Callable[..., Any],
     key: Any,
-    known: WeakMap[dict[Any, _CompiledStep]],
-    make: Callable[[Callable[..., Any]], _CompiledStep],
-) -> _CompiledStep:
+    known: WeakMap[dict[Any, _Step]],
+    make: Callable[[Callable[..., Any]], _Step],
+) -> _Step:
     """Returns the compiled step for arguments of this ``key``, ``known`` while the function, or a method's object,
     exists; the function that ``make`` gets does not keep the user's alive.
     """
@@ -284,13 +230,6 @@ def _compiled_for(
     if (method, key) not in steps:
         steps[method, key] = make(weakly)
     return steps[method, key]
-
-
-def _run_replica(
-    collectives: ReplicaCollectives, flow: Flow | None, variables: Sequence[Any], function: Callable[[], Any]
-) -> tuple[Any, list[Any]]:
-    """Calls ``function`` with the flow's Keras variables set to these values; also returns what it assigns to them."""
-    return (function(), []) if flow is None else flow.run(collectives, variables, function)
 
 
 def flatten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Unflatten, Any, list[PerReplica], list[Any]]:

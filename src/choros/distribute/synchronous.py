@@ -26,13 +26,13 @@ from choros.data.epochs import EpochData
 from choros.data.kinds import are_arrays, epochs_behind
 from choros.data.rows import check_global_batch, count_rows, cut
 from choros.distribute import datasets
-from choros.distribute.fit.gradients import distribute_optimizer, follow_seeds
-from choros.distribute.fit.shares import BATCH, evaluation_data, predict_rows, shares_named, training_data
-from choros.distribute.fit.training import KerasCall, Training
+from choros.distribute.gradients import distribute_optimizer, follow_seeds
 from choros.distribute.replicas import Replicas
 from choros.distribute.saving import write_once
 from choros.distribute.scope import enter_fit, in_fit, in_replica
+from choros.distribute.shares import BATCH, evaluation_data, predict_rows, shares_named, training_data
 from choros.distribute.torch_objects import watch_model
+from choros.distribute.training import KerasCall, Training
 from choros.distribute.variables import (
     aggregates,
     assign_initial,
@@ -259,10 +259,9 @@ class SynchronousTraining(Training):
         if call["steps"] is not None and are_arrays(call["x"]):
             call = call.replaced(x=cut(call["x"], 0, call["steps"] * (call["batch_size"] or BATCH)), steps=None)
         datasets.check_shared(call["x"], self._replicas)
-        distributed, labels = datasets.is_distributed(call["x"]), overrides(model, "predict_step")
-        first, count = self._replicas.first, self._replicas.count
+        labels = overrides(model, "predict_step")
         with enter_fit(), epochs_of_any_length():
-            outputs = repeated(lambda: predict_rows(call, first, count, distributed=distributed, needs_labels=labels))
+            outputs = repeated(lambda: predict_rows(call, self._replicas, needs_labels=labels))
         return shared_result(outputs)
 
     def train_on_batch(self, model: Any, call: KerasCall) -> Any:
@@ -278,7 +277,7 @@ class SynchronousTraining(Training):
         """Predicts this process's rows, then gathers the outputs of all processes."""
         average_statistics(model)
         with enter_fit():
-            return repeated(lambda: predict_rows(call, self._replicas.first, self._replicas.count))
+            return repeated(lambda: predict_rows(call, self._replicas))
 
     def save(self, write: Callable[[], Any], path: str) -> Any:
         """Writes on the first of the processes that name this path."""
@@ -294,7 +293,7 @@ class SynchronousTraining(Training):
         if (model.test_function if is_test else model.train_function) is None:
             check_global_batch(rows, self._replicas.count)  # its first step builds the model and the metrics
         steps.expect_batch(rows)
-        part = datasets.part_of(self._replicas)
+        part = self._replicas.part
         own = {name: part.of(call[name]) for name in ("x", "y", "sample_weight")}
         if is_test:
             steps.evaluation.begin()

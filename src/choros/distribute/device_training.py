@@ -7,29 +7,15 @@ exactly, so nothing is averaged here; with ``run_eagerly=True`` or ``jit_compile
         metric.update_state(loss)                     ──► ├──────────┤            ├─ merged ──► assigned
         return loss                                       │ replica 1│ ──► out 1 ─┘
                                                       ──► └──────────┘
-
-A variable's ``aggregation`` decides how the replicas' assignments are merged, as in ``tf.distribute``:
-
-    ==================  ==================================================================================
-    sum                 metrics: the first replica starts from the value, the others from zero; the sum
-    mean                the mean
-    none                the mean of floating-point values (batch normalisation), else the first replica's
-    only_first_replica  the first replica's
-    ==================  ==================================================================================
-
-Trainable variables, and those of optimizers that sum the replicas' gradients, receive the same
-update on every replica: nothing is exchanged.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
@@ -37,12 +23,12 @@ from jax.sharding import Mesh, PartitionSpec
 from choros.data.kinds import are_arrays, kind_of
 from choros.data.rows import check_global_batch, count_rows
 from choros.distribute import datasets
-from choros.distribute.devices.collectives import ReplicaCollectives, TracedCollectives
-from choros.distribute.fit.gradients import distribute_optimizer, follow_seeds
-from choros.distribute.fit.shares import BATCH
-from choros.distribute.fit.training import KerasCall, Training
+from choros.distribute.device_collectives import Flow, ReplicaCollectives
+from choros.distribute.gradients import distribute_optimizer, follow_seeds
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit, in_replica
+from choros.distribute.shares import BATCH
+from choros.distribute.training import KerasCall, Training
 from choros.distribute.types import ReduceOp
 from choros.training.spmd_trainer import SpmdTrainer
 
@@ -123,52 +109,13 @@ class DeviceTraining(Training):
             return call.replaced(**global_batches).run()
 
 
-@dataclass(frozen=True)
-class Flow:
-    """A function's variables; by index, those it assigns, and those to which all replicas assign the same value."""
-
-    variables: tuple[Any, ...]
-    assigned: tuple[int, ...]
-    replicated: frozenset[int]
-
-    @property
-    def outputs(self) -> tuple[Any, ...]:
-        """The variables that the function assigns."""
-        return tuple(self.variables[index] for index in self.assigned)
-
-    def run(
-        self, collectives: ReplicaCollectives, values: Sequence[Any], function: Callable[[], Any]
-    ) -> tuple[Any, list[Any]]:
-        """Calls ``function`` with the variables set to ``values``; also returns the values for ``outputs``."""
-        is_first = collectives.replica == 0
-        own = [
-            jnp.where(is_first, value, jnp.zeros_like(value)) if variable.aggregation == "sum" else value
-            for variable, value in zip(self.variables, values, strict=True)
-        ]
-        with _Recorder(zip(self.variables, own, strict=True)) as scope:
-            result = function()
-        return result, [self._merged(index, scope, collectives) for index in self.assigned]
-
-    def _merged(self, index: int, scope: _Recorder, collectives: ReplicaCollectives) -> Any:
-        variable = self.variables[index]
-        value = scope.get_current_value(variable)
-        if index in self.replicated:
-            return value
-        averaged = variable.aggregation == "none" and "float" in variable.dtype
-        if variable.aggregation == "mean" or averaged:
-            return collectives.all_reduce(ReduceOp.MEAN, value)
-        if variable.aggregation != "sum":
-            value = jnp.where(collectives.replica == 0, value, jnp.zeros_like(value))
-        return collectives.all_reduce(ReduceOp.SUM, value)
-
-
 def flow_of(function: Callable[..., Any], mesh: Mesh, per_replica: Sequence[Any], replicated: Sequence[Any]) -> Flow:
     """Returns the variables that ``function``, which takes a replica's collectives and values, reads and assigns."""
     recorder = _Recorder()
 
     def on_device(*values: Any) -> None:
         with recorder:
-            function(TracedCollectives(), *values)
+            function(ReplicaCollectives(), *values)
 
     everywhere = PartitionSpec()
     traced = jax.shard_map(on_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
@@ -179,7 +126,7 @@ def flow_of(function: Callable[..., Any], mesh: Mesh, per_replica: Sequence[Any]
     assigned = tuple(index for index, key in enumerate(recorder.seen) if key in recorder.state_mapping)
     of_optimizers = {id(variable) for optimizer in _optimizers for variable in optimizer.variables}
     same = {index for index in assigned if variables[index].trainable or id(variables[index]) in of_optimizers}
-    return Flow(variables, assigned, frozenset(same))
+    return Flow(variables, assigned, frozenset(same), _Recorder)
 
 
 class _Recorder(keras.StatelessScope):

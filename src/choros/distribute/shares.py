@@ -25,12 +25,11 @@ from choros.data.epochs import StepsOfEpoch, epochs_of_steps
 from choros.data.kinds import are_arrays, data_of, epochs_of_shard, kind_of
 from choros.data.rows import Part, Sharding, check_global_batch, count_rows, cut
 from choros.distribute import datasets
-from choros.distribute.fit.training import KerasCall
 from choros.distribute.replicas import Replicas
+from choros.distribute.training import KerasCall
 from choros.errors import ChorosError, ConfigError
 from choros.parallel.objects import allgather_object, object_of_first
 from choros.parallel.structure import leaves, map_structure
-from choros.topology import shard_range
 from choros.training.evaluation import RanksHaveChanged
 
 _log = logging.getLogger("choros")
@@ -73,7 +72,7 @@ def _note(batch_size: Any, replicas: int) -> str:
 
 def training_data(call: KerasCall, x: Any, y: Any, weights: Any, replicas: Replicas) -> Any:
     """Returns this process's rows, for ``fit``; ``EpochData`` in elastic jobs, and if an epoch is a part of them."""
-    elastic, steps, part = global_process_set.communicator.elastic, call["steps_per_epoch"], datasets.part_of(replicas)
+    elastic, steps, part = global_process_set.communicator.elastic, call["steps_per_epoch"], replicas.part
     if datasets.is_distributed(x):
         own = datasets.split_batches(x, replicas)
         return epochs_of_steps(epochs_of_shard(own, part), steps, part) if elastic else own
@@ -113,7 +112,7 @@ def evaluation_data(
             return data_of(kind_of(data).epochs(data, Sharding(Part(0, 1), size)))
         if rows < replicas.count:
             return None
-        return kind_of(data).shard(data, Sharding(datasets.part_of(replicas), max(size, replicas.count)))
+        return kind_of(data).shard(data, Sharding(replicas.part, max(size, replicas.count)))
     datasets.check_shared(x, replicas)
     if elastic:
         doubt = "they are distributed already. Pass the original data set."
@@ -147,36 +146,34 @@ def _packed(x: Any, y: Any, weights: Any) -> Any:
 # prediction --------------------------------------------------------------------------------------
 
 
-def predict_rows(
-    call: KerasCall, rank: int, size: int, *, distributed: bool = False, needs_labels: bool = False
-) -> Any:
-    """Runs ``model.predict`` over ``size`` processes; RanksHaveChanged if an elastic job lost one: call it again.
-    ``distributed`` says that the batches are this process's rows of global batches already, and ``needs_labels`` that
-    a ``predict_step`` of the user's gets all of a batch.
+def predict_rows(call: KerasCall, replicas: Replicas, *, needs_labels: bool = False) -> Any:
+    """Runs ``model.predict`` over the processes; RanksHaveChanged if an elastic job lost one: call it again.
+    ``needs_labels``: a ``predict_step`` of the user's gets all of a batch.
     """
-    data, ranks = call["x"], global_process_set.communicator.launched
-    if size == 1 or global_process_set.communicator.is_new:  # a new rank predicts all rows, as the others have them
+    data, ranks, part = call["x"], global_process_set.communicator.launched, replicas.part
+    # A new rank predicts all rows, as the others have them.
+    if part.count == 1 or global_process_set.communicator.is_new:
         return call.run()
     if are_arrays(data):
         rows = count_rows(data)
-        if rows < size:  # fewer rows than processes: every process predicts all of them
+        if rows < part.count:  # fewer rows than processes: every process predicts all of them
             return call.run()
-        start, end = shard_range(rows, rank, size)
+        start, end = part.range(rows)
         outputs = call.replaced(x=cut(data, start, end)).run()
         return _gather_outputs(outputs, [end - start], ranks)
     batches: Iterator[Any] = itertools.islice(kind_of(data).batches(data), call["steps"])
     first = next(batches, None)
     if first is None:
         return call.run()
-    batches = itertools.chain([first], batches)
-    if not distributed and count_rows(_inputs(first)) < size:
+    batches, distributed = itertools.chain([first], batches), datasets.is_distributed(data)
+    if not distributed and count_rows(_inputs(first)) < part.count:
         return call.replaced(x=(_given(batch, needs_labels) for batch in batches), steps=None).run()
     counts: list[int] = []
 
     def own_batches() -> Iterator[Any]:
         for batch in batches:
             given, rows = _given(batch, needs_labels), count_rows(_inputs(batch))
-            start, end = (0, rows) if distributed else shard_range(rows, rank, size)
+            start, end = (0, rows) if distributed else part.range(rows)
             counts.append(end - start)
             if end > start:
                 yield cut(given, start, end)

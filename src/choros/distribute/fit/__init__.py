@@ -1,1 +1,0 @@
-"""Training of Keras models that were created in a strategy's scope."""
