@@ -77,30 +77,26 @@ def _indexed_job(job: PodJob, secret: str) -> list[Document]:
     labels = {"app": job.name}
     spec = {"subdomain": job.name, "restartPolicy": "Never", **_pod_spec(job, "train", job.argv())}
     spec["containers"][0] |= {"env": [_key_variable(job)]}
+    # Pods look for the first one before they are ready.
+    service = {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True}
+    indexed = {
+        "completionMode": "Indexed",
+        "completions": job.pods,
+        "parallelism": job.pods,
+        "backoffLimit": 4 * job.pods,  # the pods of a job fail together
+        **_policies(),
+        "template": {"metadata": {"labels": labels}, "spec": spec},
+    }
     return [
         _key_of(job, secret),
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": job.name},
-            # Pods look for the first one before they are ready.
-            "spec": {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True},
-        },
+        _document("v1", "Service", job.name, service),
         _only_own_pods(job, labels),
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": {"name": job.name},
-            "spec": {
-                "completionMode": "Indexed",
-                "completions": job.pods,
-                "parallelism": job.pods,
-                "backoffLimit": 4 * job.pods,  # the pods of a job fail together
-                **_policies(),
-                "template": {"metadata": {"labels": labels}, "spec": spec},
-            },
-        },
+        _document("batch/v1", "Job", job.name, indexed),
     ]
+
+
+def _document(api: str, kind: str, name: str, spec: Mapping[str, Any]) -> Document:
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
 def _policies() -> Document:
@@ -115,16 +111,12 @@ def _policies() -> Document:
 
 def _only_own_pods(job: PodJob, labels: Mapping[str, str]) -> Document:
     """mpirun and ranks listen for one another, and believe who reaches their ports."""
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": job.name},
-        "spec": {
-            "podSelector": {"matchLabels": dict(labels)},
-            "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": {"matchLabels": dict(labels)}}]}],
-        },
+    spec = {
+        "podSelector": {"matchLabels": dict(labels)},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": {"matchLabels": dict(labels)}}]}],
     }
+    return _document("networking.k8s.io/v1", "NetworkPolicy", job.name, spec)
 
 
 def _train_job(job: PodJob, secret: str) -> list[Document]:
@@ -144,24 +136,16 @@ def _train_job(job: PodJob, secret: str) -> list[Document]:
     if job.gpus:
         devices = {"nvidia.com/gpu": job.gpus}
         trainer["resourcesPerNode"] = {"requests": devices, "limits": dict(devices)}
+    api = "trainer.kubeflow.org/v1alpha1"
+    training = {
+        "mlPolicy": {"numNodes": 1, "torch": {}},  # sets the variables PET_…
+        "template": {"spec": {"replicatedJobs": [node]}},
+    }
     return [
         _key_of(job, secret),
         _only_own_pods(job, {"jobset.sigs.k8s.io/jobset-name": job.name}),
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "ClusterTrainingRuntime",
-            "metadata": {"name": runtime},
-            "spec": {
-                "mlPolicy": {"numNodes": 1, "torch": {}},  # sets the variables PET_…
-                "template": {"spec": {"replicatedJobs": [node]}},
-            },
-        },
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "metadata": {"name": job.name},
-            "spec": {"runtimeRef": {"name": runtime}, "trainer": trainer},
-        },
+        _document(api, "ClusterTrainingRuntime", runtime, training),
+        _document(api, "TrainJob", job.name, {"runtimeRef": {"name": runtime}, "trainer": trainer}),
     ]
 
 
@@ -176,24 +160,20 @@ def _mpi_job(job: PodJob, secret: str) -> list[Document]:
         "Launcher": (1, _pod_spec(job, "launcher", job.argv(*hosts), with_gpus=False)),
         "Worker": (job.pods, _pod_spec(job, "worker", server)),
     }
+    spec = {
+        "slotsPerWorker": job.gpus or 1,
+        "mpiImplementation": "OpenMPI",
+        "launcherCreationPolicy": "WaitForWorkersReady",
+        "sshAuthMountPath": "/home/choros/.ssh",
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 4},
+        "mpiReplicaSpecs": {
+            role: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+            for role, (count, pod) in replicas.items()
+        },
+    }
     return [
         _only_own_pods(job, {"training.kubeflow.org/job-name": job.name}),
-        {
-            "apiVersion": "kubeflow.org/v2beta1",
-            "kind": "MPIJob",
-            "metadata": {"name": job.name},
-            "spec": {
-                "slotsPerWorker": job.gpus or 1,
-                "mpiImplementation": "OpenMPI",
-                "launcherCreationPolicy": "WaitForWorkersReady",
-                "sshAuthMountPath": "/home/choros/.ssh",
-                "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 4},
-                "mpiReplicaSpecs": {
-                    role: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": spec}}
-                    for role, (count, spec) in replicas.items()
-                },
-            },
-        },
+        _document("kubeflow.org/v2beta1", "MPIJob", job.name, spec),
     ]
 
 

@@ -6,7 +6,15 @@ import pytest
 
 from choros.launch.plan.roles import NO_ROLES
 from choros.observe.progress import RankProgress
-from choros.observe.verdict import Bottleneck, Goodput, Stragglers, last_lines, verdict_of, verdict_text
+from choros.observe.verdict import (
+    Bottleneck,
+    Stragglers,
+    goodput_of,
+    goodput_text,
+    last_lines,
+    verdict_of,
+    verdict_text,
+)
 
 
 def job(*ranks, steps=200, examples=(32,)):
@@ -117,7 +125,7 @@ def test_the_sentences(ranks, says):
 
 def test_goodput():
     rank = RankProgress(0, 100, seconds=60.0, committing=5.0, recovering=3.0, pausing=10.0, began=1015.0)
-    assert str(Goodput.of([rank], 1000.0, 1100.0)) == (
+    assert goodput_text(goodput_of([rank], 1000.0, 1100.0)) == (
         "goodput 52 % of 100 s: start 15 %, between epochs 10 %, commits 5 %, recovery from lost ranks 3 %, "
         "the rest 15 %."
     )

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, final
 
@@ -32,7 +32,7 @@ from choros.observe.events import Event, Kind
 from choros.observe.processes import state_of, take_stacks
 from choros.observe.progress import RankProgress, page, read_page
 from choros.observe.verdict import Stragglers, last_lines
-from choros.observe.waits import Wait, Waits, ranks_text
+from choros.observe.waits import SameCall, Wait, Waits, ranks_text
 from choros.settings import current
 from choros.transport.address import Location, this_host
 
@@ -105,14 +105,10 @@ class StallWatch:
             wait.shown = True
             if wait is not self._own():
                 return
-        waits, details = Waits(len(self._locations), stall_seconds=self._seconds), {"process_set": tuple(ranks)}
-        for rank in here | {self._rank}:
-            begin = wait.since if rank == self._rank else since
-            waits.note(rank, Event(Kind.WAITING, wait.call, rank, begin, {**details, "at": wait.at}), begin)
-        stalls = [stall for stall in waits.stalls(time.time()) if not stall.matched]
-        is_first = calls is None or self._rank == min(here | {self._rank})
-        for stall in stalls if is_first else ():
-            last = read_page(page.memory)
+        waits = {rank: replace(wait, since=since) for rank in sorted(here | {self._rank})} | {self._rank: wait}
+        call = SameCall(waits, wait.ranks - waits.keys())
+        if call.missing and (calls is None or self._rank == min(waits)):
+            stall, last = call.stall(ranks_text, time.time(), self._seconds), read_page(page.memory)
             what = f" All have made {last.last}, {last.ago:.0f} s ago." if last.last else ""
             clock = time.strftime("%H:%M:%S", time.localtime(stall.since))
             parts = [f"{stall.text}, since {clock}.{what}{unknown}"]

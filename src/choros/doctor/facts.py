@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -173,8 +173,8 @@ def _without_imports(directory: str, mpirun: Mpirun | None) -> MachineFacts:
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         gpus=gpus,
         gpu_problem="" if gpus or shutil.which(_GPUS[0]) is None else "nvidia-smi is installed, but lists no GPU",
-        settings_problem=_settings_problem(),
-        loopback_problem=_loopback_problem(),
+        settings_problem=_problem(lambda: Config.from_environ(os.environ)),
+        loopback_problem=_problem(_connect_to_itself),
         addresses=_addresses(),
     )
 
@@ -239,14 +239,16 @@ def _ended(process: subprocess.Popen[str] | PackageFacts, end: float) -> Package
 def _room(path: Path) -> DirectoryFacts:
     """Returns the room in a directory, after writing to a file there."""
     size = free = 0
-    try:
+
+    def write() -> None:
+        nonlocal size, free
         status = os.statvfs(path)
         size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(4096))
-    except OSError as error:
-        return DirectoryFacts(str(path), size, free, error.strerror or str(error))
-    return DirectoryFacts(str(path), size, free)
+
+    problem = _problem(write)
+    return DirectoryFacts(str(path), size, free, problem)
 
 
 def _processes() -> int:
@@ -259,21 +261,20 @@ def _processes() -> int:
     return min(limits, default=-1)
 
 
-def _settings_problem() -> str:
+def _problem(act: Callable[[], object]) -> str:
+    """Returns why ``act`` fails; empty if it does not."""
     try:
-        Config.from_environ(os.environ)
+        act()
     except ConfigError as error:
         return str(error)
-    return ""
-
-
-def _loopback_problem() -> str:
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=durations.DOCTOR_REACH).close()
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def _connect_to_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=durations.DOCTOR_REACH).close()
 
 
 def _addresses() -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from textwrap import shorten
 
 from choros import durations
 from choros.doctor.checks import OK, PROBLEM, Finding
+from choros.launch.driver.machine import ask
 from choros.launch.plan.arguments import FLAGS, Arguments
 from choros.launch.plan.hosts import Host
 from choros.settings import VARIABLES
@@ -30,18 +31,9 @@ def try_job(arguments: Arguments, hosts: Sequence[Host]) -> Finding:
     rows = [VARIABLES[name] for name in _LEFT_OUT]
     left_out = {name for row in rows for name in (row.name, *row.aliases)}
     began = time.monotonic()
+    environ = {name: value for name, value in os.environ.items() if name not in left_out}
     try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            timeout=2 * durations.DOCTOR_JOB,
-            env={name: value for name, value in os.environ.items() if name not in left_out},
-            check=False,
-        )
+        done = ask(argv, 2 * durations.DOCTOR_JOB, environ)
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     else:

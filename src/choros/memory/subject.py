@@ -170,11 +170,10 @@ def run_script(findings: Path, script: str, *arguments: str) -> None:
         if ended.code not in (None, 0):
             raise
     if not findings.exists():
-        error = (
+        raise ConfigError(
             f"{script} has ended without a training step. Expected a script whose Keras model trains by fit(), on one "
             "process, too."
         )
-        write_findings(findings, error=error)
 
 
 def load_file(findings: Path, file: str, batch: str) -> None:
@@ -183,14 +182,12 @@ def load_file(findings: Path, file: str, batch: str) -> None:
 
     try:
         model = keras.saving.load_model(file)
-    except Exception as error:  # noqa: BLE001 # whatever a file has that is no model
-        write_findings(findings, error=f"{file} cannot be loaded as a model of Keras: {error}")
-        return
+    except Exception as error:  # whatever a file has that is no model
+        raise ConfigError(f"{file} cannot be loaded as a model of Keras: {error}") from error
     given = getattr(model, "optimizer", None)
     optimizer = given or keras.optimizers.Adam()
     if not model.built:
-        write_findings(findings, error=f"{file} has no weights yet: build the model, or train it, before it is saved.")
-        return
+        raise ConfigError(f"{file} has no weights yet: build the model, or train it, before it is saved.")
     from choros.memory.objects import trained_model
 
     write_findings(findings, model=asdict(replace(trained_model(model, optimizer), assumed=given is None)))

@@ -21,6 +21,14 @@ from statistics import fmean, median_low
 
 from choros.observe.progress import PARTS, RankProgress
 
+#: What a job's time is spent on, in words; steps are what it is for, and what is left is the rest.
+GOODPUT = {
+    "steps": "steps",
+    "start": "start",
+    "pauses": "between epochs",
+    "commits": "commits",
+    "recovery": "recovery from lost ranks",
+}
 #: Stragglers are found in as many steps; a verdict needs these, and seconds in them.
 _FEWEST_STEPS, _FEWEST_SECONDS = 20, 10.0
 #: A period is over when each rank has made steps for so many seconds.
@@ -145,35 +153,6 @@ class Bottleneck:
 
 
 @dataclass(frozen=True)
-class Goodput:
-    """What a job's time was spent on, in shares of its ``seconds``: ``steps`` are what it is for."""
-
-    seconds: float
-    steps: float
-    start: float
-    pauses: float
-    commits: float
-    recovery: float
-
-    @classmethod
-    def of(cls, progress: Sequence[RankProgress], began: float, ended: float) -> Goodput:
-        """That of the rank that has made the most steps; ``began``, ``ended``: the job, in seconds since 1970."""
-        rank, seconds = max(progress, key=lambda each: each.steps), ended - began
-        steps = rank.seconds - rank.committing - rank.recovering
-        parts = (steps, rank.began - began, rank.pausing, rank.committing, rank.recovering)
-        return cls(seconds, *(min(1.0, max(0.0, each / seconds)) for each in parts))
-
-    def __str__(self) -> str:
-        rest = 1 - (self.steps + self.start + self.pauses + self.commits + self.recovery)
-        parts = {"start": self.start, "between epochs": self.pauses, "commits": self.commits}
-        parts |= {"recovery from lost ranks": self.recovery, "the rest": rest}
-        said = [f"{name} {percent_text(share)}" for name, share in parts.items() if share >= 0.005]
-        return f"goodput {percent_text(self.steps)} of {self.seconds:.0f} s" + (
-            f": {', '.join(said)}." if said else "."
-        )
-
-
-@dataclass(frozen=True)
 class Verdict:
     """Where the time of a job's steps went: ``shares`` of a step, by what a rank did; ``step`` in seconds.
     ``bottleneck``: what holds it back, ``None`` if nothing does but computing.
@@ -281,13 +260,33 @@ def _small_batches(members: Sequence[RankProgress], step: float) -> list[Bottlen
     return [Bottleneck("batch size", (), fixed, _LARGER * step / (step + (_LARGER - 1) * grows))]
 
 
+def goodput_of(progress: Sequence[RankProgress], began: float, ended: float) -> dict[str, float]:
+    """What a job's time was spent on: its seconds, and shares of them by the names of ``GOODPUT``, of the rank that
+    has made the most steps. ``began``, ``ended``: the job, in seconds since 1970.
+    """
+    rank, seconds = max(progress, key=lambda each: each.steps), ended - began
+    steps = rank.seconds - rank.committing - rank.recovering
+    spent = (steps, rank.began - began, rank.pausing, rank.committing, rank.recovering)
+    shares = (min(1.0, max(0.0, each / seconds)) for each in spent)
+    return {"seconds": seconds, **dict(zip(GOODPUT, shares, strict=True))}
+
+
+def goodput_text(goodput: Mapping[str, float]) -> str:
+    """The goodput as a line."""
+    shares = {text: goodput[name] for name, text in GOODPUT.items()}
+    steps, rest = shares.pop("steps"), 1 - sum(shares.values())
+    shares["the rest"] = rest - steps
+    said = [f"{text} {percent_text(share)}" for text, share in shares.items() if share >= 0.005]
+    return f"goodput {percent_text(steps)} of {goodput['seconds']:.0f} s" + (f": {', '.join(said)}." if said else ".")
+
+
 def last_lines(stragglers: Stragglers, began: float, ended: float, *, verdict: bool) -> list[str]:
     """What is said at the end of a job: its verdict, if it is wanted and was long enough, or else its stragglers."""
     is_whole = len(stragglers.progress) >= stragglers.size
     found = verdict_of(stragglers.progress) if verdict and is_whole else None
     if found is None:
         return [f"{each}." for each in [stragglers.of_job()] if each]
-    return [*verdict_text(found, stragglers.name), str(Goodput.of(stragglers.progress, began, ended))]
+    return [*verdict_text(found, stragglers.name), goodput_text(goodput_of(stragglers.progress, began, ended))]
 
 
 def verdict_text(verdict: Verdict, name: Callable[[Sequence[int]], str]) -> list[str]:

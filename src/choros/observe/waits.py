@@ -64,7 +64,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class _SameCall:
+class SameCall:
     """The waits of all ranks that are in the same call, and the ranks that have not made it; none if its data move."""
 
     waits: Mapping[int, Wait]
@@ -238,7 +238,7 @@ class Waits:
             found.update(set(stall.missing).intersection(stopped) if stall.matched else stall.missing)
         return sorted(found - self._resting().difference(stopped) - self._ended.keys())
 
-    def _overdue(self, now: float, limit: float) -> list[_SameCall]:
+    def _overdue(self, now: float, limit: float) -> list[SameCall]:
         """The calls whose waits are longer than ``limit``; none if that is 0."""
         return [call for call in self._calls() if limit and call.since <= now - limit]
 
@@ -314,7 +314,7 @@ class Waits:
             )
         return "ranks wait for each other: " + "; ".join(f"{self.name([one])} in {wait}" for one, wait in stuck.items())
 
-    def _calls(self) -> list[_SameCall]:
+    def _calls(self) -> list[SameCall]:
         """The waits of all ranks, those in the same call together."""
         current, calls = self.current(), dict[tuple[str, frozenset[int]], dict[int, Wait]]()
         for rank, wait in current.items():
@@ -323,7 +323,7 @@ class Waits:
         for (name, ranks), waits in calls.items():
             here = {rank for rank, wait in current.items() if wait.call == name}
             matched = any(wait.matched for wait in waits.values())
-            found.append(_SameCall(waits, frozenset() if matched else ranks - here))
+            found.append(SameCall(waits, frozenset() if matched else ranks - here))
         return found
 
 

@@ -8,18 +8,16 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from choros.durable import unfinished
 from choros.errors import ConfigError
 from choros.observe.progress import PARTS, SERIES, RankProgress, limit_of
-from choros.observe.verdict import Goodput, means_of, members_of, number_text, percent_text
+from choros.observe.verdict import GOODPUT, means_of, members_of, number_text, percent_text
 from choros.report import drawing
 from choros.report.drawing import COLOURS, Point, bytes_text, seconds_text
-
-_SHARES = tuple(each.name for each in fields(Goodput))
 
 
 @dataclass(frozen=True)
@@ -77,6 +75,7 @@ class WrittenRecord:
         ranks = [Rank.of(number, each, began) for number, each in found["ranks"].items()]
         lines = [str(each) for each in found["lines"]]
         messages = [(float(at) - began, str(text)) for at, text in found["messages"]]
+        goodput = found["goodput"]
         latest = [0.0, *(each.times[-1] for each in ranks if each.times), *(at for at, _ in messages)]
         return cls(
             command=[str(each) for each in found["command"]],
@@ -86,7 +85,7 @@ class WrittenRecord:
             code=found["code"],
             settings=dict(found["settings"]),
             machine=dict(found["machine"]),
-            goodput=None if found["goodput"] is None else {name: float(found["goodput"][name]) for name in _SHARES},
+            goodput=None if goodput is None else {name: float(goodput[name]) for name in ("seconds", *GOODPUT)},
             lines=lines,
             messages=[each for each in messages if not _is_verdict(each[1], lines)],
             ranks=sorted(ranks, key=lambda each: each.number),
@@ -220,14 +219,8 @@ _MOST_RANKS = 64
 _MOST_POINTS = 150
 #: The colours of what a step is spent on.
 _COLOURS = dict(zip(PARTS, ("c0", "c1", "c4", "c5", "c3", "c6"), strict=True))
-_GOODPUT = (
-    ("steps", "c0", "steps"),
-    ("start", "c7", "start"),
-    ("pauses", "c1", "between epochs"),
-    ("commits", "c3", "commits"),
-    ("recovery", "c6", "recovery from lost ranks"),
-    ("rest", "c2", "the rest"),
-)
+#: And of what the job's time is.
+_GOODPUT_COLOURS = ("c0", "c7", "c1", "c3", "c6", "c2")
 
 
 @dataclass(frozen=True)
@@ -263,9 +256,10 @@ def _goodput(record: WrittenRecord) -> Figure:
     title = "Goodput"
     if record.goodput is None:
         return Figure(title, "", "The job was too short: a verdict and the goodput need 20 steps and 10 s of them.")
-    shares = {name: record.goodput.get(name, 0.0) for name, _, _ in _GOODPUT}
-    shares["rest"] = max(0.0, 1 - sum(shares.values()))
-    parts = [(colour, text, shares[name]) for name, colour, text in _GOODPUT if shares[name] >= 0.005]
+    shares = {text: record.goodput[name] for name, text in GOODPUT.items()}
+    shares["the rest"] = max(0.0, 1 - sum(shares.values()))
+    coloured = zip(_GOODPUT_COLOURS, shares.items(), strict=True)
+    parts = [(colour, text, share) for colour, (text, share) in coloured if share >= 0.005]
     legend = [(colour, f"{text} {percent_text(share)}") for colour, text, share in parts]
     label = f"Goodput {percent_text(shares['steps'])}: {', '.join(text for _, text in legend)}"
     caption = f"What the {seconds_text(record.seconds)} of the job were spent on; steps are what it is for."

@@ -13,7 +13,7 @@ from choros.errors import ConfigError
 from choros.observe.timeline import parts_directory
 from choros.observe.verdict import aligned
 from choros.trace.files import merge_parts, read_trace
-from choros.trace.trace import BUCKETS, STEPS, Call, Interval, Trace, collectives_of
+from choros.trace.trace import BUCKETS, STEPS, Call, CallsOfCollective, Interval, Trace, collectives_of
 
 _HELP = """\
 Reads the timeline FILE of a job: what each rank did when.
@@ -165,19 +165,18 @@ def rank_times(trace: Trace) -> Iterator[RankTimes]:
 
 def waits_of(trace: Trace) -> list[WaitsForRank]:
     """Returns the waits for each rank, longest first."""
-    waits: defaultdict[int, list[int]] = defaultdict(list)
-    collectives: defaultdict[int, int] = defaultdict(int)
-    names: defaultdict[tuple[int, str], int] = defaultdict(int)
+    waited_for: defaultdict[int, list[CallsOfCollective]] = defaultdict(list)
     for collective in collectives_of(trace.calls, [each.rank for each in trace.ranks]):
         if collective.last is not None:
-            own = list(collective.waits.values())
-            waits[collective.last] += own
-            collectives[collective.last] += 1
-            names[collective.last, collective.calls[0].name] += sum(own)
+            waited_for[collective.last].append(collective)
     found = []
-    for rank, each in waits.items():
-        longest = max((total, name) for (for_rank, name), total in names.items() if for_rank == rank)[1]
-        found.append(WaitsForRank(rank, collectives[rank], sum(each), median(each), max(each), longest))
+    for rank, collectives in waited_for.items():
+        named: defaultdict[str, list[int]] = defaultdict(list)
+        for each in collectives:
+            named[each.calls[0].name] += each.waits.values()
+        waits = [wait for own in named.values() for wait in own]
+        _, longest = max((sum(own), name) for name, own in named.items())
+        found.append(WaitsForRank(rank, len(collectives), sum(waits), median(waits), max(waits), longest))
     return sorted(found, key=lambda each: -each.total)
 
 

@@ -20,7 +20,7 @@ from choros.errors import ConfigError
 from choros.launch.protocol.frames import Start
 from choros.observe.events import Event
 from choros.observe.progress import BUCKETS, PARTS, RECORD_FORMAT, SERIES, RankProgress, limit_of
-from choros.observe.verdict import Goodput, verdict_of, verdict_text
+from choros.observe.verdict import goodput_of, goodput_text, verdict_of, verdict_text
 from choros.observe.waits import ranks_text
 from choros.settings import VARIABLES
 
@@ -126,7 +126,7 @@ class JobRecord:
         progress = [rank.last for _, rank in sorted(self.ranks.items()) if rank.last.rank >= 0]
         ended = self.ended or time.time()
         verdict = verdict_of(progress)
-        goodput = None if verdict is None else Goodput.of(progress, self.began, ended)
+        goodput = {} if verdict is None else goodput_of(progress, self.began, ended)
         return {
             "format": RECORD_FORMAT,
             "command": list(self.command),
@@ -140,8 +140,8 @@ class JobRecord:
             },
             "machine": {"host": os.uname().nodename, "cores": os.cpu_count(), "system": os.uname().release},
             "verdict": None if verdict is None else asdict(verdict),
-            "goodput": None if goodput is None else asdict(goodput),
-            "lines": [] if verdict is None else [*verdict_text(verdict, ranks_text), str(goodput)],
+            "goodput": goodput or None,
+            "lines": [] if verdict is None else [*verdict_text(verdict, ranks_text), goodput_text(goodput)],
             "messages": self.messages,
             "output": screen_lines(self.output),
             "metrics": [{"time": round(at, 3), **values} for at, values in self.metrics.noted],

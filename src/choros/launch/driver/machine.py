@@ -41,9 +41,11 @@ def _amd(directory: Path) -> int:
     return count
 
 
-def ask(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+def ask(
+    argv: Sequence[str], seconds: float, environ: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
     """Runs a program without input, in an environment with a HOME, and for at most ``seconds``."""
-    nothing, env = subprocess.DEVNULL, with_home(os.environ)
+    nothing, env = subprocess.DEVNULL, with_home(environ)
     return subprocess.run(
         argv, stdin=nothing, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, env=env
     )
