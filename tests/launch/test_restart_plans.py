@@ -10,7 +10,7 @@ from choros.launch.driver.outcome import loss_of, outcome_of
 from choros.launch.driver.restarts import launch_again
 from choros.launch.plan.hosts import parse_hosts
 from choros.launch.plan.job import Elastic, Job, Limits
-from choros.launch.plan.restart import JobLoss, Restart, Tries, cut_off, moved, next_step, restarted
+from choros.launch.plan.restart import JobLoss, Tries, cut_off, moved, next_step, restarted
 from choros.launch.protocol.frames import Exit, Start
 
 ELASTIC = Elastic(least=2, most=4, timeout=60.0, resets=5)
@@ -76,7 +76,7 @@ def end(*exits, reason=None, messages=(), started=range(4), **rest):
     ],
 )
 def test_losses(job_end, loss):
-    assert loss_of(job_end, restarted(JOB, Restart(4, JOB.hosts), 1, (), {})) == loss
+    assert loss_of(job_end, restarted(JOB, JOB.hosts, 1, (), {})) == loss
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_first_start_that_fails_is_not_repeated():
 @pytest.mark.parametrize(
     ("tries", "hosts", "waited", "step"),
     [
-        (Tries(), "b:2", 0, Restart(2, parse_hosts("b:2"))),
-        (Tries(), "b:2,c:8", 0, Restart(4, parse_hosts("b:2,c:8"))),
+        (Tries(), "b:2", 0, (2, parse_hosts("b:2"))),
+        (Tries(), "b:2,c:8", 0, (4, parse_hosts("b:2,c:8"))),
         (Tries(), "b:1", 59, None),
         (Tries(), "b:1", 60, "after --elastic-timeout 60 s there are slots for 1 rank, fewer than --min-np 2"),
         (Tries(restarts=5), "b:2", 0, "--reset-limit 5 allows no further start"),
@@ -114,7 +114,14 @@ def test_a_first_start_that_fails_is_not_repeated():
     ],
 )
 def test_steps(tries, hosts, waited, step):
-    assert next_step(JOB, ELASTIC, tries, parse_hosts(hosts), waited) == step
+    found = next_step(JOB, ELASTIC, tries, parse_hosts(hosts), waited)
+    assert (started(JOB, found) if isinstance(found, tuple) else found) == step
+
+
+def started(job, step):
+    """With how many ranks it is started again, and where."""
+    again = restarted(job, step, 1, (), {})
+    return again.size, again.hosts
 
 
 def test_starts_in_vain_are_counted_until_one_succeeds():
@@ -145,7 +152,7 @@ def test_hosts_are_left_out_that_turn_out_to_be_apart_in_a_start_without_those_t
 
 def test_a_restarted_job():
     job = Job(("x",), 4, environment={"CHOROS_CHAOS": "kill:rank=1@step=2"}, elastic=ELASTIC)
-    again = restarted(job, Restart(3, parse_hosts("a:1,b:2")), 2, {"a"}, {"HOROVOD_TIMELINE": "/t/run.json"})
+    again = restarted(job, parse_hosts("a:1,b:2"), 2, {"a"}, {"HOROVOD_TIMELINE": "/t/run.json"})
     assert again.environment == {"CHOROS_RESTARTS": "2", "HOROVOD_TIMELINE": "/t/run.restart2.json"}
     assert (again.size, again.remote) == (3, parse_hosts("b:2"))
 
@@ -154,16 +161,17 @@ def test_a_restarted_job():
     ("hosts", "step"),
     [
         ("b:1,a:2", None),
-        ("a:2", Restart(2, parse_hosts("a:2"))),
-        ("a:2,b:2", Restart(4, parse_hosts("a:2,b:2"))),
-        ("b:4", Restart(4, parse_hosts("b:4"))),
-        ("a:1,c:1", Restart(2, parse_hosts("a:1,c:1"))),
+        ("a:2", (2, parse_hosts("a:2"))),
+        ("a:2,b:2", (4, parse_hosts("a:2,b:2"))),
+        ("b:4", (4, parse_hosts("b:4"))),
+        ("a:1,c:1", (2, parse_hosts("a:1,c:1"))),
         ("a:1", None),  # fewer than the least: it goes on as long as it can
     ],
 )
 def test_hosts_that_come_and_go(hosts, step):
     job = Job(("x",), 3, parse_hosts("a:2,b:1"), elastic=ELASTIC)
-    assert moved(job, ELASTIC, parse_hosts(hosts)) == step
+    found = moved(job, ELASTIC, parse_hosts(hosts))
+    assert (found and started(job, found)) == step
 
 
 @pytest.mark.parametrize(

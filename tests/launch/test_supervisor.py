@@ -23,7 +23,6 @@ from choros.launch.plan.command import Command
 from choros.launch.plan.hosts import Host
 from choros.launch.plan.job import Elastic, Job, Limits
 from choros.launch.plan.mpi_implementations import OPEN_MPI_5
-from choros.launch.plan.restart import Restart
 from choros.launch.processes.directories import SESSION
 from choros.launch.processes.pipes import frame_pipes
 from choros.launch.protocol.wrapper_options import JOB, WrapperOptions
@@ -242,7 +241,7 @@ class Hosts:
 
 
 def test_ranks_that_were_asked_to_end_for_other_hosts_are_known_if_these_are_gone(tmp_path):
-    hosts = Hosts(tmp_path / "hosts", Restart(1, (Host("a", 1),)))
+    hosts = Hosts(tmp_path / "hosts", (Host("a", 1),))
     code = f"""
 def change():
     with open({str(tmp_path / "hosts")!r}, "wb") as hosts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from choros.errors import PREEMPTED
 from choros.launch.plan.job import Elastic
-from choros.launch.plan.restart import Restart
+from choros.launch.plan.restart import Step
 from choros.launch.plan.roles import NO_ROLES, Roles
 from choros.launch.protocol.frames import Exit, Start
 from choros.observe.events import INIT, Event, Kind
@@ -68,7 +68,7 @@ class JobEnd:
     preempted: bool = False
     asked: int = 0
     unconnected: bool = False
-    move: Restart | None = None
+    move: Step | None = None
     moves: bool = False
     done: set[int] = field(default_factory=set)
     initialized: set[int] = field(default_factory=set)

@@ -5,7 +5,7 @@ While it runs, it watches what the host discovery script prints.
 
     thread     script ── a:2,b:2 ── a:2,b:2 ── a:2,b:2,c:2 ── does c accept a login? ── yes
                                                                                         │ a byte, in a pipe
-    supervisor ── waits in its loop for ranks and mpirun ───────────────────────────────▼ wanted(): Restart(6, …)
+    supervisor ── waits in its loop for ranks and mpirun ───────────────────────────────▼ wanted(): a:2,b:2,c:2
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from choros.launch.driver.outcome import loss_of
 from choros.launch.plan.environment import in_slurm
 from choros.launch.plan.hosts import Host, parse_discovered, total_slots
 from choros.launch.plan.job import Elastic, Job, Limits
-from choros.launch.plan.restart import HostHealth, JobLoss, Restart, Tries, cut_off, moved, next_step, restarted
+from choros.launch.plan.restart import HostHealth, JobLoss, Step, Tries, cut_off, moved, next_step, restarted
 from choros.settings import VARIABLES
 from choros.transport.loop import caught_signals
 
@@ -50,7 +50,7 @@ class HostWatch:
         """Readable when the hosts have changed."""
         return self._reader
 
-    def wanted(self) -> Restart | None:
+    def wanted(self) -> Step | None:
         """Returns how the job is to be started on the hosts of now; ``None``: it stays as it is."""
         os.read(self._reader, 1 << 10)
         return moved(self._job, self._waiting.elastic, self._found)
@@ -126,7 +126,7 @@ def _launch_again(job: Job, elastic: Elastic, limits: Limits, launch: Launch, sh
         # All ranks that were left have committed and ended, and only because hosts have changed.
         has_moved = not job_end.asked and job_end.reason is None and PREEMPTED in codes and not job_end.missing
         if job_end.moves and has_moved:
-            move = job_end.move or Restart(current.size, current.hosts)  # meanwhile they are again as they were
+            move = job_end.move or current.hosts  # meanwhile they are again as they were
             tries = Tries(tries.restarts + 1)
             current = restarted(job, move, tries.restarts, own_names(), os.environ)
             show(f"chorosrun: the job {_again(current, move, tries.restarts)}.")
@@ -143,7 +143,7 @@ def _launch_again(job: Job, elastic: Elastic, limits: Limits, launch: Launch, sh
         if isinstance(step, str):
             return replace(job_end, given_up=f"{loss.what}; the job ends: {step}")
         tries = replace(tries, restarts=tries.restarts + 1)
-        current = restarted(job, step, tries.restarts, own_names() if step.hosts else (), os.environ)
+        current = restarted(job, step, tries.restarts, own_names() if step else (), os.environ)
         show(f"chorosrun: {loss.what}; it {_again(current, step, tries.restarts)}.")
 
 
@@ -165,7 +165,7 @@ class _Waiting:
             return nullcontext()
         return closing(HostWatch(self, job))
 
-    def after(self, loss: JobLoss, tries: Tries) -> Restart | str | None:
+    def after(self, loss: JobLoss, tries: Tries) -> Step | str | None:
         """Returns how to go on after ``loss``, or why not; ``None``: no time is left."""
         began = time.monotonic()
         for host in loss.hosts:
@@ -225,9 +225,9 @@ class _Waiting:
         return tuple(host for host in hosts if host not in remote or host.name in there)
 
 
-def _again(job: Job, step: Restart, number: int) -> str:
-    where = f" on {','.join(map(str, step.hosts))}" if step.hosts else ""
+def _again(job: Job, step: Step, number: int) -> str:
+    where = f" on {','.join(map(str, step))}" if step else ""
     commits = VARIABLES["commit_dir"].read({**os.environ, **job.environment})
     begins = "goes on from its last commit" if commits else "begins anew, as it has no --commit-dir"
-    kind = job.roles.kind(step.size)
-    return f"is started again, with {step.size} {kind}{where}, and {begins} (restart {number})"
+    kind = job.roles.kind(job.size)
+    return f"is started again, with {job.size} {kind}{where}, and {begins} (restart {number})"

@@ -103,7 +103,7 @@ class Stopping:
         if self.job_end.move is None:
             self.loop.cancel("move")
         elif self.job_end.reason is None and not self.job_end.preempted:
-            where = ",".join(map(str, self.job_end.move.hosts))
+            where = ",".join(map(str, self.job_end.move))
             self.output.show(f"chorosrun: the hosts are now {where}. After its next commit the job goes on there.")
             self._move()
 

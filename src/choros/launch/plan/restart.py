@@ -7,7 +7,7 @@
        │                      ▼
        │        ┌──────── next_step ──┬─ why not: --reset-limit, --elastic-timeout ─► exit code 69
        │        │             ▲       └─ None: wait ─────┐
-       │     Restart          └──────── one second ──────┘
+       │     hosts            └──────── one second ──────┘
        └────────┘  on the hosts that are left, from the last commit
 """
 
@@ -70,14 +70,6 @@ class JobLoss:
 
 
 @dataclass(frozen=True)
-class Restart:
-    """Start the job again, with ``size`` ranks, on ``hosts``; empty: as before."""
-
-    size: int
-    hosts: tuple[Host, ...] = ()
-
-
-@dataclass(frozen=True)
 class Tries:
     """A job's launches: restarts, those of the last that ended ``in_vain``, before all ranks started, and host pairs
     ``suspected`` to have lost each other since the last not in vain, or ``cut``: still apart later, one is left out.
@@ -100,14 +92,18 @@ class Tries:
         return replace(self, in_vain=self.in_vain + 1, suspected=known, cut=self.cut | known)
 
 
-def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...], waited: float) -> Restart | str | None:
+#: The hosts on which to start a job again; empty: as before.
+Step = tuple[Host, ...]
+
+
+def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...], waited: float) -> Step | str | None:
     """Returns how to start a job again after a loss, or a sentence, without its full stop, why not; ``None``: wait for
     hosts. ``job`` is as first started, ``hosts`` answer, ``waited`` is since the loss.
 
     >>> elastic = Elastic(least=2, most=4, timeout=60, resets=3)
     >>> job = Job(("train",), 4, (Host("a", 2), Host("b", 2)), elastic=elastic)
     >>> next_step(job, elastic, Tries(), (Host("b", 2),), waited=0)
-    Restart(size=2, hosts=(Host(name='b', slots=2),))
+    (Host(name='b', slots=2),)
     >>> next_step(job, elastic, Tries(), (), waited=0)
     >>> next_step(job, elastic, Tries(), (), waited=60)
     'after --elastic-timeout 60 s there are slots for 0 ranks, fewer than --min-np 2'
@@ -119,10 +115,10 @@ def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...],
     if tries.in_vain >= FAILURES:
         return f"the last {tries.in_vain} starts have failed"
     if not job.hosts:
-        return Restart(job.size)
+        return ()
     slots = total_slots(hosts)
     if slots >= elastic.least:
-        return Restart(min(slots, elastic.most), hosts)
+        return hosts
     if waited < elastic.timeout:
         return None
     return (
@@ -131,16 +127,16 @@ def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...],
     )
 
 
-def moved(job: Job, elastic: Elastic, hosts: tuple[Host, ...]) -> Restart | None:
+def moved(job: Job, elastic: Elastic, hosts: tuple[Host, ...]) -> Step | None:
     """Returns how to start a running job, as last started, on the changed hosts; ``None``: it stays as it is. The slots
     that hosts of its ranks have had all along, it fills by itself.
 
     >>> job = Job(("train",), 2, (Host("a", 2),))
     >>> moved(job, Elastic(1, 4), (Host("a", 2), Host("b", 2)))
-    Restart(size=4, hosts=(Host(name='a', slots=2), Host(name='b', slots=2)))
+    (Host(name='a', slots=2), Host(name='b', slots=2))
     >>> moved(job, Elastic(1, 2), (Host("a", 2), Host("b", 2)))
     >>> moved(job, Elastic(1, 2), (Host("b", 2),))
-    Restart(size=2, hosts=(Host(name='b', slots=2),))
+    (Host(name='b', slots=2),)
     >>> moved(job, Elastic(1, 4), (Host("a", 2),)), moved(replace(job, size=1), Elastic(1, 4), (Host("a", 2),))
     (None, None)
     """
@@ -151,14 +147,15 @@ def moved(job: Job, elastic: Elastic, hosts: tuple[Host, ...]) -> Restart | None
     grows = size > job.size and any(slots > had.get(name, 0) for name, slots in there.items())
     if size < elastic.least or (stays and not grows):
         return None
-    return Restart(size, hosts)
+    return hosts
 
 
-def restarted(job: Job, step: Restart, number: int, own_names: Collection[str], environ: Mapping[str, str]) -> Job:
-    """Returns the next job, with a timeline of its own, so that earlier ones stay; faults are not injected again.
+def restarted(job: Job, step: Step, number: int, own_names: Collection[str], environ: Mapping[str, str]) -> Job:
+    """Returns the next job, on all slots that it may have, with a timeline of its own, so that earlier ones stay;
+    faults are not injected again.
 
     >>> job = Job(("train",), 4, (Host("a", 2), Host("b", 2)))
-    >>> again = restarted(job, Restart(2, (Host("b", 2),)), 1, {"a"}, {"CHOROS_TIMELINE": "logs/run.json"})
+    >>> again = restarted(job, (Host("b", 2),), 1, {"a"}, {"CHOROS_TIMELINE": "logs/run.json"})
     >>> again.size, again.remote, again.environment
     (2, (Host(name='b', slots=2),), {'CHOROS_RESTARTS': '1', 'CHOROS_TIMELINE': 'logs/run.restart1.json'})
     """
@@ -170,9 +167,9 @@ def restarted(job: Job, step: Restart, number: int, own_names: Collection[str], 
     if timeline and timeline != "DYNAMIC":
         path = Path(timeline)
         variables[name] = str(path.with_name(f"{path.stem}.restart{number}{path.suffix}"))
-    hosts = step.hosts or job.hosts
+    hosts, size = step or job.hosts, min(total_slots(step), job.most) if step else job.size
     remote = tuple(host for host in hosts if host.name not in own_names)
-    return replace(job, size=step.size, hosts=hosts, remote=remote, environment=variables)
+    return replace(job, size=size, hosts=hosts, remote=remote, environment=variables)
 
 
 def cut_off(hosts: Sequence[Host], cut: Collection[tuple[str, str]]) -> frozenset[str]:
