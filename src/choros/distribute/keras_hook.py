@@ -56,10 +56,10 @@ def patch_keras(strategy: Any, *, in_run: bool = False) -> Iterator[None]:
     with _lock:
         _blocks += 1
         if _blocks == 1:
-            for kind, name, wrapped in _patches():
+            for kind, name, patch in _patches():
                 own = vars(kind)[name]
                 _restoring.callback(setattr, kind, name, own)
-                setattr(kind, name, functools.wraps(own)(wrapped(own)))
+                setattr(kind, name, _patched(own, patch))
     try:
         training.follow_seeds()
         yield
@@ -70,7 +70,19 @@ def patch_keras(strategy: Any, *, in_run: bool = False) -> Iterator[None]:
                 _restoring.close()
 
 
-def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+def _patched(own: Any, patch: Callable[..., Any]) -> Any:
+    """Returns a function that calls ``patch`` with Keras' ``own`` and its arguments."""
+
+    @functools.wraps(own)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return patch(own, *args, **kwargs)
+
+    if patch is _synchronizing:  # of a layer, whose arguments Keras reads the names of
+        patched.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+    return patched
+
+
+def _patches() -> list[tuple[Any, str, Callable[..., Any]]]:
     import keras
 
     from choros.training.keras_internals.fit import scales_of_losses
@@ -83,7 +95,7 @@ def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     )
 
     loss_scale_optimizer = keras.optimizers.LossScaleOptimizer
-    patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
+    patches: list[tuple[Any, str, Callable[..., Any]]] = [
         (AnyVariable, "__init__", _notifying(lambda training: training.variable_created)),
         (AnyVariable, "assign", _adopting),
         (Trainer, "__init__", _notifying(lambda training: training.model_created)),
@@ -115,95 +127,74 @@ def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     return patches
 
 
-def _notifying(hook: Callable[[Training], Callable[[Any], None]] | None = None) -> Callable[[Any], Any]:
-    """Returns a wrapper of ``__init__`` that marks the new object as the strategy's, and calls a hook with it."""
+def _notifying(hook: Callable[[Training], Callable[[Any], None]] | None = None) -> Callable[..., None]:
+    """Returns a patch of ``__init__`` that marks the new object as the strategy's, and calls a hook with it."""
 
-    import keras
-
-    def wrapper(own: Any) -> Any:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            own(self, *args, **kwargs)
-            strategy = current_strategy()
-            if strategy is None or strategy.training is None or strategy_of(self) is not None:
-                return
-            assign_strategy(self, strategy)
-            if hook is not None:
-                hook(strategy.training)(self)
-            if isinstance(self, keras.Model):
-                for name in _TRAINING_METHODS:
-                    object.__setattr__(self, name, _delegating(strategy, self, name))
-
-        return init
-
-    return wrapper
-
-
-def _notifying_of_weights(own: Any) -> Any:
-    def add_weight(self: Any, *args: Any, **kwargs: Any) -> Any:
-        weight = own(self, *args, **kwargs)
+    def patch(own: Any, self: Any, /, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
         strategy = current_strategy()
-        if strategy is not None and strategy.training is not None:
-            strategy.training.weight_added(weight)
-        return weight
+        if strategy is None or strategy.training is None or strategy_of(self) is not None:
+            return
+        assign_strategy(self, strategy)
+        if hook is not None:
+            hook(strategy.training)(self)
+        if isinstance(self, sys.modules["keras"].Model):
+            for name in _TRAINING_METHODS:
+                object.__setattr__(self, name, _delegating(strategy, self, name))
 
-    return add_weight
-
-
-def _within(block: Callable[[], AbstractContextManager[None]]) -> Callable[[Any], Any]:
-    """Returns a wrapper of a method, which runs within the block."""
-
-    def wrapper(own: Any) -> Any:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with block():
-                return own(self, *args, **kwargs)
-
-        return method
-
-    return wrapper
+    return patch
 
 
-def _over_replicas(scale: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
-    """Returns a wrapper that scales a loss by the number of replicas, whose gradients ``run`` adds."""
-
-    def wrapper(own: Any) -> Any:
-        def function(*args: Any) -> Any:
-            loss, strategy = own(*args), current_strategy()
-            if not in_replica() or not strategy.training.follows_run or strategy.num_replicas_in_sync == 1:
-                return loss
-            return scale(loss, strategy.num_replicas_in_sync)
-
-        return function
-
-    return wrapper
+def _notifying_of_weights(own: Any, /, *args: Any, **kwargs: Any) -> Any:
+    weight = own(*args, **kwargs)
+    strategy = current_strategy()
+    if strategy is not None and strategy.training is not None:
+        strategy.training.weight_added(weight)
+    return weight
 
 
-def _synchronizing(own: Any) -> Any:
-    """Wraps the ``__init__`` of batch normalisation; Keras refuses ``synchronized=True`` but on TensorFlow."""
+def _within(block: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    """Returns a patch of a method, which runs within the block."""
+
+    def patch(own: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with block():
+            return own(*args, **kwargs)
+
+    return patch
+
+
+def _over_replicas(scale: Callable[[Any, int], Any]) -> Callable[..., Any]:
+    """Returns a patch that scales a loss by the number of replicas, whose gradients ``run`` adds."""
+
+    def patch(own: Any, /, *args: Any) -> Any:
+        loss, strategy = own(*args), current_strategy()
+        if not in_replica() or not strategy.training.follows_run or strategy.num_replicas_in_sync == 1:
+            return loss
+        return scale(loss, strategy.num_replicas_in_sync)
+
+    return patch
+
+
+def _synchronizing(own: Any, self: Any, /, *args: Any, **kwargs: Any) -> None:
+    """The ``__init__`` of batch normalisation; Keras refuses ``synchronized=True`` but on TensorFlow."""
+    strategy = current_strategy()
+    if strategy is None or strategy.training is None or not kwargs.get("synchronized"):
+        own(self, *args, **kwargs)
+        return
     from choros.training.normalization import synchronize
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        strategy = current_strategy()
-        if strategy is None or strategy.training is None or not kwargs.get("synchronized"):
-            own(self, *args, **kwargs)
-            return
-        own(self, *args, **{**kwargs, "synchronized": False})
-        self.synchronized = True
-        synchronize(self, strategy.training.combine_moments)
-
-    init.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # Keras reads the names of its arguments
-    return init
+    own(self, *args, **{**kwargs, "synchronized": False})
+    self.synchronized = True
+    synchronize(self, strategy.training.combine_moments)
 
 
-def _outside_of_graphs(own: Any) -> Any:
+def _outside_of_graphs(own: Any, self: Any, /, initializer: Any, *args: Any, **kwargs: Any) -> None:
     """Creates variables outside of the graph that a ``tf.function`` traces, so that the hook sees their values."""
     import tensorflow as tf
 
-    def init(self: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
-        in_graph = not tf.executing_eagerly() and not in_fit() and not tf.is_symbolic_tensor(initializer)
-        with doing("creating_keras_variable"), tf.init_scope() if in_graph else nullcontext():
-            own(self, initializer, *args, **kwargs)
-
-    return init
+    in_graph = not tf.executing_eagerly() and not in_fit() and not tf.is_symbolic_tensor(initializer)
+    with doing("creating_keras_variable"), tf.init_scope() if in_graph else nullcontext():
+        own(self, initializer, *args, **kwargs)
 
 
 def _is_of_no_scope(created: Any) -> bool:
@@ -211,33 +202,28 @@ def _is_of_no_scope(created: Any) -> bool:
     return in_replica() and current_strategy().training.follows_run and strategy_of(created) is None
 
 
-def _distributing(own: Any) -> Any:
-    """Wraps ``apply``: in a replica, an optimizer that was created outside of all scopes becomes the strategy's."""
+def _distributing(own: Any, self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """``apply``: in a replica, an optimizer that was created outside of all scopes becomes the strategy's."""
     from choros.training.distributed_optimizer import reducer_of
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_of_no_scope(self) and not thread.applying_optimizer and not reducer_of(self):
-            strategy = current_strategy()
-            assign_strategy(self, strategy)
-            strategy.training.optimizer_created(self)
-            return getattr(self, own.__name__)(*args, **kwargs)
-        with doing("applying_optimizer"):
-            return own(self, *args, **kwargs)
-
-    return method
-
-
-def _adopting(own: Any) -> Any:
-    """Wraps ``assign``: in a replica, a metric that was created outside of all scopes becomes the strategy's."""
-    from choros.training.keras_internals.models import in_stateless_scope
-
-    def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_of_no_scope(self) and self.synchronization == "on_read" and not in_stateless_scope():
-            _adopt(self, current_strategy())
-            return self.assign(*args, **kwargs)
+    if _is_of_no_scope(self) and not thread.applying_optimizer and not reducer_of(self):
+        strategy = current_strategy()
+        assign_strategy(self, strategy)
+        strategy.training.optimizer_created(self)
+        return getattr(self, own.__name__)(*args, **kwargs)
+    with doing("applying_optimizer"):
         return own(self, *args, **kwargs)
 
-    return assign
+
+def _adopting(own: Any, self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """``assign``: in a replica, a metric that was created outside of all scopes becomes the strategy's."""
+    if _is_of_no_scope(self) and self.synchronization == "on_read":
+        from choros.training.keras_internals.models import in_stateless_scope
+
+        if not in_stateless_scope():
+            _adopt(self, current_strategy())
+            return self.assign(*args, **kwargs)
+    return own(self, *args, **kwargs)
 
 
 def _adopt(variable: Any, strategy: Any) -> None:
@@ -309,14 +295,11 @@ def _delegating(strategy: Any, model: Any, name: str) -> Any:
     return method
 
 
-def _checking_scope(own: Any) -> Any:
-    def checked_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = current_strategy()
-        if strategy is not None and strategy_of(self) is not strategy:
-            raise StrategyError(
-                f"the model {self.name!r} was created outside the scope of this {type(strategy).__name__}, so its fit "
-                "would not be distributed: create it, and compile it, within `with strategy.scope():`."
-            )
-        return own(self, *args, **kwargs)
-
-    return checked_compile
+def _checking_scope(own: Any, self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    strategy = current_strategy()
+    if strategy is not None and strategy_of(self) is not strategy:
+        raise StrategyError(
+            f"the model {self.name!r} was created outside the scope of this {type(strategy).__name__}, so its fit "
+            "would not be distributed: create it, and compile it, within `with strategy.scope():`."
+        )
+    return own(self, *args, **kwargs)
