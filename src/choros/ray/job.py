@@ -1,4 +1,4 @@
-"""The settings of a job; a job on ready actors: their machines in order, those of chorosrun's part, what it ends with."""
+"""The settings of a job; a job on ready actors: their machines in order, chorosrun's part of them, its end."""
 
 import os
 import time
