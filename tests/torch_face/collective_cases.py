@@ -97,6 +97,9 @@ def case_sparse_tensors() -> None:
     expected[:, 1] += 1
     expected[0, 0] += 2 * size
     check(hvd.allreduce(points, op=hvd.Sum).to_dense(), expected)
+    for differ in ({"op": hvd.Sum if rank else hvd.Average}, {"op": hvd.Sum, "prescale_factor": 1.0 + rank}):
+        with pytest.raises(MismatchError, match="op="):
+            hvd.allreduce(points, **differ)
     with pytest.raises(ConfigError, match="pass dense ones to allreduce_async"):
         hvd.sparse_allreduce_async(torch.ones(2), "dense", hvd.Sum)
 

@@ -133,17 +133,17 @@ class Communicator(Members):
         )
 
     @final
-    def grouped_allgather(self, arrays: Sequence[ArrayLike], *, name: str = "") -> list[Array]:
-        """``allgather`` of several arrays in few messages: small ones are sent together.
+    def grouped_allgather(self, arrays: Sequence[ArrayLike], *, name: str = "", summed: str = "") -> list[Array]:
+        """``allgather`` of several arrays in few messages: small ones are sent together. ``summed``: how callers sum
+        what they receive, which must be the same on every rank, too.
 
         >>> from choros.comm.engines.local import LocalCommunicator
         >>> LocalCommunicator().grouped_allgather([[1.5], [2, 3]])
         [array([1.5]), array([2, 3])]
         """
         parts = [np.atleast_1d(np.asarray(array)) for array in arrays]
-        request = _request(
-            "grouped_allgather", tuple([(rows.shape[1:], rows.dtype) for rows in parts]), name, of_rows=True
-        )
+        rows = tuple([(part.shape[1:], part.dtype) for part in parts])
+        request = _request("grouped_allgather", rows, name, of_rows=True, scaled=summed)
         problem = _problem_of(parts)
         lengths = np.array([len(rows) for rows in parts], np.int64)
 
@@ -364,7 +364,7 @@ def _request(
     scaled: str = "",
 ) -> Request:
     """Cached, as most requests are made every step; so is their digest. ``of_rows``: shapes are those of one row."""
-    given = [] if op is None else [f"op={op.title}", scaled]
+    given = [*([] if op is None else [f"op={op.title}"]), scaled]
     given += [] if root is None else [f"root={root}"]
     shapes = [f"(any, {', '.join(map(str, shape))})" if of_rows else str(shape) for shape, _ in layout]
     given += ["; ".join(f"dtype={dtype}, shape={shape}" for (_, dtype), shape in zip(layout, shapes, strict=True))]

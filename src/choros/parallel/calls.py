@@ -101,7 +101,7 @@ class CollectiveCall:
         return self.prescale_factor * self.postscale_factor
 
     @property
-    def _scaled_by(self) -> str:
+    def scaled_by(self) -> str:
         """The factors, as ranks compare them."""
         factors = (("prescale_factor", self.prescale_factor), ("postscale_factor", self.postscale_factor))
         return ", ".join(f"{name}={float(factor)}" for name, factor in factors if factor != 1.0)
@@ -145,7 +145,7 @@ class CollectiveCall:
             for index in indices:
                 call, wire = plans[index]
                 sent.append(_scaled(hosts[index], call.prescale_factor).astype(wire, copy=False))
-            for index, array in zip(indices, self.run(sent, op, scaled=self._scaled_by), strict=True):
+            for index, array in zip(indices, self.run(sent, op, scaled=self.scaled_by), strict=True):
                 received = array.astype(hosts[index].dtype, copy=False)
                 results[index] = _scaled(received, plans[index][0].postscale_factor)
         return results

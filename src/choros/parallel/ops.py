@@ -139,7 +139,8 @@ def _gather_rows(rows: tuple[Any, Any, Any], call: CollectiveCall) -> Any:
     sent = [adapter.cast(values, wire), indices]
     specs = [ArraySpec((None, *adapter.spec(each).shape[1:]), adapter.spec(each).dtype) for each in sent]
     gathering = replace(call, collective="grouped_allgather")
-    values, indices, size = _allgather_along(gathering, sent, specs, 0, [None, None], with_size=True)
+    summed = f"op={call.op.title} {call.scaled_by}".rstrip()
+    values, indices, size = _allgather_along(gathering, sent, specs, 0, [None, None], summed=summed)
     values = adapter.cast(values, dtype)
     if call.op is Reduction.AVERAGE:
         values = values / adapter.cast(size, dtype)
@@ -191,12 +192,12 @@ def _allgather_along(
     axis: int,
     totals: Sequence[int | None],
     factor: float = 1.0,
-    with_size: bool = False,
+    summed: str = "",
 ) -> list[Any]:
-    """``call`` with ``arrays``: ``totals`` are known extents along ``axis``, ``factor`` the gradient's; ``with_size``:
-    and the number of ranks, after those that were lost in it.
+    """``call`` with ``arrays``: ``totals`` are known extents along ``axis``, ``factor`` the gradient's; ``summed``:
+    how the rows are summed, which ranks compare; then it returns the number of ranks, too, without those lost in it.
     """
-    adapter = adapter_of(arrays[0])
+    adapter, compared = adapter_of(arrays[0]), {"summed": summed} if summed else {}
     extents = [
         adapter.extent(array, axis) if spec.shape[axis] is None else spec.shape[axis]
         for array, spec in zip(arrays, specs, strict=True)
@@ -204,8 +205,8 @@ def _allgather_along(
 
     def gather(hosts: Sequence[Array]) -> Sequence[Array]:
         rows = [np.ascontiguousarray(np.moveaxis(host, axis, 0)) for host in hosts]
-        gathered = [np.ascontiguousarray(np.moveaxis(array, 0, axis)) for array in call.run(rows)]
-        return [*gathered, np.array(call.communicator.size)] if with_size else gathered
+        gathered = [np.ascontiguousarray(np.moveaxis(array, 0, axis)) for array in call.run(rows, **compared)]
+        return [*gathered, np.array(call.communicator.size)] if summed else gathered
 
     def backward(gradients: Sequence[Any]) -> Sequence[Any]:
         gradients = gradients[: len(arrays)]
@@ -219,7 +220,7 @@ def _allgather_along(
     outputs = [
         ArraySpec(_replaced(spec.shape, axis, total), spec.dtype) for spec, total in zip(specs, totals, strict=True)
     ]
-    outputs += [ArraySpec((), np.dtype(np.int64))] if with_size else []
+    outputs += [ArraySpec((), np.dtype(np.int64))] if summed else []
     return on_host(adapter, gather, arrays, outputs, backward)
 
 
