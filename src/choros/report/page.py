@@ -97,42 +97,37 @@ def _is_verdict(message: str, lines: Sequence[str]) -> bool:
     return message.removeprefix("chorosrun: ") in lines or message.startswith("chorosrun: goodput ")
 
 
-@dataclass(frozen=True)
-class Number:
-    """A number of a job, ``None`` if it has none; ``write`` makes a text of it."""
-
-    value: float | None
-    write: Callable[[float], str]
-
-    @property
-    def is_share(self) -> bool:
-        """Whether it is written in percent."""
-        return self.write is percent_text
-
-    def __str__(self) -> str:
-        return "–" if self.value is None else self.write(self.value)
+#: How the texts of main numbers are made, unless by ``number_text``.
+_TEXTS: Mapping[str, Callable[[float], str]] = {
+    **dict.fromkeys(("time", "a step"), seconds_text),
+    **dict.fromkeys(("goodput", *PARTS.values()), percent_text),
+    **dict.fromkeys(("memory of a rank, at most", "given to collectives"), bytes_text),
+}
 
 
-def numbers_of(record: WrittenRecord) -> Mapping[str, Number]:
-    """The main numbers, by name: means over the ranks that made at least half of the steps, as in the verdict."""
+def numbers_of(record: WrittenRecord) -> Mapping[str, float | None]:
+    """The main numbers by name, if there are any: means over the ranks that made at least half of the steps."""
     progress = [rank.progress for rank in record.ranks]
     members = [each for each in members_of(progress) if each.seconds > 0]
     step, examples, shares = means_of(members) if members else (None, None, {})
-    found = {
-        "time": Number(record.seconds, seconds_text),
-        "ranks": Number(len(record.ranks), number_text),
-        "steps": Number(max((each.steps for each in progress), default=0), number_text),
-        "a step": Number(step, seconds_text),
-        "steps/s": Number(1 / step if step else None, number_text),
-        "examples/s": Number(examples or None, number_text),
-        **{text: Number(shares.get(name), percent_text) for name, text in PARTS.items()},
-    }
     memory = max((each for rank in record.ranks for each in rank.series["memory"]), default=0.0)
-    found["goodput"] = Number(None if record.goodput is None else record.goodput["steps"], percent_text)
-    found["memory of a rank, at most"] = Number(memory or None, bytes_text)
-    sent = sum(each[2] for each in collectives_of(record))
-    found["given to collectives"] = Number(sent or None, bytes_text)
-    return found
+    return {
+        "time": record.seconds,
+        "ranks": len(record.ranks),
+        "steps": max((each.steps for each in progress), default=0),
+        "a step": step,
+        "steps/s": 1 / step if step else None,
+        "examples/s": examples or None,
+        **{text: shares.get(name) for name, text in PARTS.items()},
+        "goodput": None if record.goodput is None else record.goodput["steps"],
+        "memory of a rank, at most": memory or None,
+        "given to collectives": sum(each[2] for each in collectives_of(record)) or None,
+    }
+
+
+def text_of(name: str, value: float | None) -> str:
+    """The text of a main number."""
+    return "–" if value is None else _TEXTS.get(name, number_text)(value)
 
 
 def collectives_of(record: WrittenRecord) -> list[tuple[str, int, int]]:
@@ -145,37 +140,34 @@ def collectives_of(record: WrittenRecord) -> list[tuple[str, int, int]]:
     return sorted(((name, *each) for name, each in total.items()), key=lambda each: (-each[2], each[0]))
 
 
-def difference(first: Number, second: Number) -> str:
+def difference(name: str, before: float | None, after: float | None) -> str:
     """By how much the second job's number differs: in points, if it is a share.
 
-    >>> difference(Number(10.0, number_text), Number(12.5, number_text))
-    '+25 %'
-    >>> difference(Number(0.5, percent_text), Number(0.1, percent_text))
-    '-40 points'
+    >>> difference("steps", 10.0, 12.5), difference("goodput", 0.5, 0.1)
+    ('+25 %', '-40 points')
     """
-    before, after = first.value, second.value
     if before is None or after is None:
         return "–"
-    if first.is_share:
+    if _TEXTS.get(name) is percent_text:
         return f"{100 * (after - before):+.0f} points"
     return f"{100 * (after / before - 1):+.0f} %" if before else "–"
 
 
 def differences(first: WrittenRecord, second: WrittenRecord) -> list[tuple[str, str, str, str]]:
     """The main numbers that one of the two jobs has: its name, both, and by how much the second one differs."""
-    ours, theirs = numbers_of(first), numbers_of(second)
-    rows = [(name, str(ours[name]), str(theirs[name]), difference(ours[name], theirs[name])) for name in ours]
+    pairs = zip(numbers_of(first).items(), numbers_of(second).values(), strict=True)
+    rows = [(name, text_of(name, a), text_of(name, b), difference(name, a, b)) for (name, a), b in pairs]
     return [row for row in rows if not set(row[1:3]) <= {"–", "0", "0 %"}]
 
 
 def page_of(record: WrittenRecord) -> str:
     """The page about a job."""
-    numbers = {name: each for name, each in numbers_of(record).items() if each.value and not each.is_share}
+    numbers = numbers_of(record).items()
     return _rendered(
         "job.html",
         job=record,
         figures=figures_of(record),
-        numbers=numbers,
+        numbers={name: text_of(name, each) for name, each in numbers if each and _TEXTS.get(name) is not percent_text},
         ranks=shown_ranks(record),
         collectives=collectives_of(record),
     )
