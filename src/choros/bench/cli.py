@@ -210,7 +210,8 @@ def start(ranks: int, session: BenchSession) -> int:
     check_names(session.only, names)
     wanted = (CHOROS, *session.only) if session.only else names
     with session:
-        session.run_starts(wanted, ranks, partial(startup.row, ranks))
+        result = startup.run_starts(startup.CASES, wanted, ranks, session.rounds, session.show_progress)
+        session.note(result, partial(startup.row, ranks))
     title, sections = f"start to end, {format_ranks(ranks)}", startup.sections(session.rows)
     return session.report(
         [compare(title, sections, notes=startup.NOTES)], lambda path: plot_rows(sections, path, title)

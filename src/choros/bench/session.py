@@ -18,7 +18,6 @@ from choros import durations
 from choros.bench.contender import CHOROS, Contender, chosen
 from choros.bench.report import Row, Table, check_files, show, write_json
 from choros.bench.run import Case, Effort, RunResult, run_contenders
-from choros.bench.startup import CASES, run_starts
 from choros.launch.driver.machine import version_of
 from choros.launch.plan.cores import allowed_processors, usable_cores
 
@@ -83,7 +82,7 @@ class BenchSession:
         self._stack = ExitStack()
 
     def __enter__(self) -> BenchSession:
-        self._progress = self._stack.enter_context(progress())
+        self.show_progress = self._stack.enter_context(progress())
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="choros-bench-")))
         return self
 
@@ -100,18 +99,10 @@ class BenchSession:
         about: str = "",
     ) -> None:
         """Measures the contenders that are wanted; see ``run.run_contenders``. ``about`` begins lines of progress."""
-        wanted = chosen(contenders, self.only)
+        wanted, show_about = chosen(contenders, self.only), lambda text: self.show_progress(about + text)
+        self.note(run_contenders(wanted, cases, ranks, effort, self._directory, show_about), row)
 
-        def show_progress(text: str) -> None:
-            self._progress(about + text)
-
-        self._note(run_contenders(wanted, cases, ranks, effort, self._directory, show_progress), row)
-
-    def run_starts(self, names: Sequence[str], ranks: int, row: Callable[[str, str, Row], Row]) -> None:
-        """Measures the start of the contenders in ``names``; see ``startup.run_starts``."""
-        self._note(run_starts(CASES, names, ranks, self.rounds, self._progress), row)
-
-    def _note(self, result: RunResult[Case], row: Callable[[Case, str, Row], Row]) -> None:
+    def note(self, result: RunResult[Case], row: Callable[[Case, str, Row], Row]) -> None:
         """Keeps the rows of a run, and its skipped contenders."""
         self.rows += [row(case, name, summary) for (case, name), summary in result.summaries.items()]
         for name, since, reason in result.skipped:
