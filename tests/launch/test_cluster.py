@@ -6,12 +6,12 @@ import socket
 import pytest
 
 from choros.errors import ConfigError
-from choros.launch.driver.cluster_addresses import assign_addresses
+from choros.launch.driver.launcher import assign_addresses
 from choros.launch.plan.command import Command, dry_run_text
 from choros.launch.plan.hosts import Host, parse_hosts
 from choros.launch.plan.job import Job
-from choros.launch.plan.roles import Role, Roles, role_in, task_environment
-from choros.launch.wrapper.preparation import listening_problem
+from choros.launch.plan.roles import Roles, task_environment, task_in
+from choros.launch.wrapper.wrapper import listening_problem
 from choros.topology import TFConfig, Topology, detect, read_tf_config, split_address
 
 HOSTS = parse_hosts("a.invalid:2,b.invalid:3")
@@ -32,11 +32,11 @@ def cluster_of(environment):
 def test_roles():
     roles = Roles(servers=2, workers=2)
     assert [roles.of(rank) for rank in range(5)] == [
-        Role("chief"),
-        Role("ps", 0),
-        Role("ps", 1),
-        Role("worker", 0),
-        Role("worker", 1),
+        ("chief", 0),
+        ("ps", 0),
+        ("ps", 1),
+        ("worker", 0),
+        ("worker", 1),
     ]
     assert [roles.label(rank) for rank in range(5)] == ["chief", "ps 0", "ps 1", "worker 0", "worker 1"]
     assert not Roles()
@@ -88,8 +88,8 @@ def test_secrets_differ_from_job_to_job_unless_they_are_given():
 
 def test_the_environment_of_a_job_without_roles_is_unchanged():
     environ = {"OMPI_COMM_WORLD_RANK": "1", "TF_CONFIG": "{}"}
-    assert task_environment(environ, 1) == environ
-    assert (role_in(environ, 1), listening_problem(environ, 1)) == (None, "")
+    assert task_in(environ, 1) is None
+    assert (task_environment(environ, None), listening_problem(None)) == (environ, "")
 
 
 def test_hosts_that_a_scheduler_chooses_must_be_named():
@@ -101,7 +101,7 @@ def test_environment_of_a_process():
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "5", "PMIX_RANK": "1", "PRTE_LAUNCHED": "1"}
     slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"}
     environ = {**mpi, **slurm, "HOME": "/root", **environment_of()}
-    task = task_environment(environ, rank=1)
+    task = task_environment(environ, task_in(environ, rank=1))
     cluster = {role: tuple(addresses) for role, addresses in cluster_of(environ).items()}
     assert read_tf_config(task) == TFConfig(cluster, "ps", 0)
     assert task.keys() == {*slurm, "HOME", "TF_CONFIG", "CHOROS_SECRET"}
@@ -110,13 +110,13 @@ def test_environment_of_a_process():
 
 def test_ports_are_checked_on_the_host_that_listens():
     environ = environment_of()
-    assert [listening_problem(environ, rank) for rank in range(5)] == [""] * 5
+    assert [listening_problem(task_in(environ, rank)) for rank in range(5)] == [""] * 5
     with socket.socket() as taken:
         taken.bind(split_address(cluster_of(environ)["ps"][0]))
         taken.listen()
-        assert listening_problem(environ, 1).startswith(
+        assert listening_problem(task_in(environ, 1)).startswith(
             f"ps 0 cannot listen at {cluster_of(environ)['ps'][0]}: Address"
         )
     elsewhere = {"CHOROS_CLUSTER": json.dumps({"chief": ["192.0.2.1:20000"], "ps": ["a:1"], "worker": ["192.0.2.1:1"]})}
-    assert "give in -H the names by which the hosts reach each other" in listening_problem(elsewhere, 2)
-    assert listening_problem(elsewhere, 0) == ""  # the chief does not listen
+    assert "give in -H the names by which the hosts reach each other" in listening_problem(task_in(elsewhere, 2))
+    assert listening_problem(task_in(elsewhere, 0)) == ""  # the chief does not listen

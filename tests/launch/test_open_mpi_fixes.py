@@ -2,7 +2,7 @@
 
 import pytest
 
-from choros.launch.wrapper.preparation import repairs
+from choros.launch.wrapper.wrapper import repairs
 from choros.topology import detect
 
 

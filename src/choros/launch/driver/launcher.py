@@ -1,15 +1,17 @@
 """The launcher of a job: checks hosts, plans its command, supervises it, cleans up; again: ``restarts.py``."""
 
+import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from choros import durations
+from choros.errors import ConfigError
 from choros.frameworks import keras_backend_of_ranks
 from choros.launch.driver.job_end import JobEnd
 from choros.launch.driver.job_record import JobRecord, served
@@ -22,11 +24,14 @@ from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.command import Command, plan, rank_lines
 from choros.launch.plan.cores import usable_cores
 from choros.launch.plan.environment import in_allocation, in_slurm
+from choros.launch.plan.hosts import hosts_of_ranks
 from choros.launch.plan.job import Job, Limits
 from choros.launch.plan.mpi_implementations import Mpirun
+from choros.launch.plan.roles import CHIEF, PS, WORKER
 from choros.launch.processes.control import WHAT, control_socket
 from choros.launch.processes.directories import SESSION, job_directories, remove_stale, temporary
 from choros.launch.processes.pipes import frame_pipes
+from choros.launch.protocol.wrapper_options import CLUSTER
 from choros.observe import events
 from choros.settings import VARIABLES, Config
 from choros.transport.loop import caught_signals
@@ -38,7 +43,7 @@ _RANKS_PER_CORE = 4
 def dry_run_command(job: Job, mpirun: Mpirun) -> Command:
     """Returns the command that would run ``job``, with the job name ``dry-run``."""
     session = str(temporary() / f"{SESSION}dry-run")
-    job = _with_addresses(job)
+    job = assign_addresses(job, os.environ)
     return plan(job, mpirun, os.environ, name="dry-run", session=session, root=os.geteuid() == 0)
 
 
@@ -90,7 +95,7 @@ def _launch_once(
     environ = {**keras_backend_of_ranks(job.command, os.environ), **with_home(os.environ)}
     if verbose and not VARIABLES["log_level"].given(environ)[1]:
         environ[VARIABLES["log_level"].name] = "INFO"
-    job = _with_addresses(job)
+    job = assign_addresses(job, os.environ)
     if VARIABLES["restarts"].name not in job.environment:  # else its hosts have just answered
         _check_hosts(job, limits, output)
     _warn_of_overload(job, output)
@@ -149,12 +154,55 @@ def _merged_timelines(output: Output) -> Iterator[None]:
                     output.show(f"chorosrun: the timeline {file} cannot be written: {error}.")
 
 
-def _with_addresses(job: Job) -> Job:
+def assign_addresses(job: Job, environ: Mapping[str, str]) -> Job:
+    """Returns the job, if it has parameter servers, with addresses and a secret (by default new) in its environment, as
+    ``plan/roles.py`` says; fails under a scheduler.
+    """
     if not job.roles:
         return job
-    from choros.launch.driver.cluster_addresses import assign_addresses  # takes 20 ms; other jobs do not need it
+    import secrets  # takes 10 ms with the next one; other jobs do not need it
 
-    return assign_addresses(job, os.environ)
+    from choros.transport.address import free_ports
+
+    if not job.hosts and in_allocation(environ):
+        raise ConfigError(
+            "--ps needs the names of the hosts, and in a scheduler's allocation mpirun chooses them: name them with "
+            "-H host:slots,..."
+        )
+    hosts = _hosts_of_ranks(job)
+    ports = free_ports(job.size)
+    names = [f"[{host}]" if ":" in host else host for host in hosts]
+    chief, *others = (f"{name}:{port}" for name, port in zip(names, ports, strict=True))
+    cluster = {CHIEF: [chief], PS: others[: job.servers], WORKER: others[job.servers :]}
+    secret = VARIABLES["secret"].name
+    shared = {CLUSTER: json.dumps(cluster), secret: environ.get(secret) or secrets.token_hex(32)}
+    return replace(job, environment={**shared, **job.environment})
+
+
+def _hosts_of_ranks(job: Job) -> list[str]:
+    """Returns the address of each rank's host: loopback if all ranks run on one host."""
+    from choros.transport.address import LOOPBACK, address_towards, outward_address
+
+    names = hosts_of_ranks(job.hosts, job.size)
+    remote = {host.name for host in job.remote}
+    resolved = {name: _resolve(name) for name in dict.fromkeys(names) if name in remote}
+    if len(set(names)) <= 1 or not resolved:
+        return [LOOPBACK] * job.size
+    try:  # the address of this host on the route to another one
+        here = address_towards(next(iter(resolved.values())))
+    except OSError:
+        here = outward_address()
+    return [resolved.get(name, here) for name in names]
+
+
+def _resolve(name: str) -> str:
+    """Returns the address at which other hosts reach ``name``; the name itself if only ssh can resolve it."""
+    import socket
+
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return name
 
 
 def _check_hosts(job: Job, limits: Limits, output: Output) -> None:

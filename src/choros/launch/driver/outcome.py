@@ -320,7 +320,7 @@ def _causes_first(job_end: JobEnd, failures: Sequence[Exit]) -> list[Exit]:
         )
         is_consequence = (aborted and not end.traceback) or met_shutdown(end.traceback) or _lacks_another(end)
         role = job_end.roles.of(end.rank)
-        return is_consequence, _SUSPECTS.index(role.name) if role is not None and not end.signal else 0
+        return is_consequence, _SUSPECTS.index(role[0]) if role is not None and not end.signal else 0
 
     return sorted(failures, key=precedence)
 
@@ -348,7 +348,7 @@ def _failed(job_end: JobEnd, failures: Sequence[Exit]) -> Outcome:
 
 def _consequence(end: Exit, roles: Roles) -> list[str]:
     role = roles.of(end.rank)
-    if role is not None and role.name == PS:
+    if role is not None and role[0] == PS:
         return ["chorosrun: its shard of the variables is lost: start the job again from the last checkpoint."]
     if end.signal and end.restarts:
         return [f"chorosrun: this was restart {end.restarts}; --max-restarts allows no more."]

@@ -31,22 +31,11 @@ CHIEF, PS, WORKER = "chief", "ps", "worker"
 
 
 @dataclass(frozen=True)
-class Role:
-    """A role, named as in ``TF_CONFIG``, and the index of the process among those with the same role."""
-
-    name: str
-    index: int = 0
-
-    def __str__(self) -> str:
-        return self.name if self.name == CHIEF else f"{self.name} {self.index}"
-
-
-@dataclass(frozen=True)
 class Roles:
     """The roles of a job's processes; with 0 ``servers`` they have none.
 
-    >>> [str(Roles(servers=1, workers=2).of(rank)) for rank in range(4)]
-    ['chief', 'ps 0', 'worker 0', 'worker 1']
+    >>> [Roles(servers=1, workers=2).of(rank) for rank in range(4)]
+    [('chief', 0), ('ps', 0), ('worker', 0), ('worker', 1)]
     >>> Roles(servers=1, workers=2).name(0), Roles(servers=1, workers=2).name(2), Roles().name(2)
     ('the chief', 'worker 0', 'rank 2')
     """
@@ -57,14 +46,16 @@ class Roles:
     def __bool__(self) -> bool:
         return self.servers > 0
 
-    def of(self, rank: int) -> Role | None:
-        """Returns the role of ``rank``; ``None`` in a job without roles."""
+    def of(self, rank: int) -> tuple[str, int] | None:
+        """Returns the role of ``rank``, named as in ``TF_CONFIG``, and its index among those with the same one;
+        ``None`` in a job without roles.
+        """
         if not self:
             return None
         if rank == 0:
-            return Role(CHIEF)
+            return CHIEF, 0
         server = rank - 1
-        return Role(PS, server) if server < self.servers else Role(WORKER, server - self.servers)
+        return (PS, server) if server < self.servers else (WORKER, server - self.servers)
 
     def label(self, *ranks: int) -> str:
         """Returns the prefix of the output lines that ``ranks``, in increasing order, have written.
@@ -76,8 +67,8 @@ class Roles:
         if not roles:
             return _ranges(ranks)
         return ", ".join(
-            name if name == CHIEF else f"{name} {_ranges(role.index for role in same)}"
-            for name, same in groupby(roles, key=lambda role: role.name)
+            name if name == CHIEF else f"{name} {_ranges(index for _, index in same)}"
+            for name, same in groupby(roles, key=lambda role: role[0])
         )
 
     def name(self, rank: int) -> str:
@@ -128,26 +119,23 @@ def _ranges(numbers: Iterable[int]) -> str:
 NO_ROLES = Roles()
 
 
-def role_in(environ: Mapping[str, str], rank: int) -> Role | None:
-    """Returns the role of ``rank`` according to a wrapper's ``environ``; ``None`` in a job without roles."""
-    if CLUSTER not in environ:
-        return None
-    cluster = json.loads(environ[CLUSTER])
-    return Roles(len(cluster[PS]), len(cluster[WORKER])).of(rank)
+def task_in(environ: Mapping[str, str], rank: int) -> TFConfig | None:
+    """Returns the task of ``rank`` according to a wrapper's ``environ``; ``None`` in a job without roles."""
+    cluster = json.loads(environ.get(CLUSTER, "{}"))
+    role = Roles(len(cluster[PS]), len(cluster[WORKER])).of(rank) if cluster else None
+    return None if role is None else TFConfig.of(cluster, *role)
 
 
-def task_environment(environ: Mapping[str, str], rank: int) -> dict[str, str]:
-    """Returns the command's environment: ``environ``; with a role, ``TF_CONFIG`` replaces the launcher's variables.
+def task_environment(environ: Mapping[str, str], task: TFConfig | None) -> dict[str, str]:
+    """Returns the command's environment: ``environ``; with a task, ``TF_CONFIG`` replaces the launcher's variables.
 
     >>> cluster = '{"chief": ["a:1"], "ps": ["a:2"], "worker": ["b:3"]}'
     >>> environ = {"CHOROS_CLUSTER": cluster, "OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK": "2", "HOME": "/root"}
-    >>> task = task_environment(environ, rank=2)
-    >>> sorted(task), task["TF_CONFIG"].partition('"task": ')[2]
+    >>> found = task_environment(environ, task_in(environ, rank=2))
+    >>> sorted(found), found["TF_CONFIG"].partition('"task": ')[2]
     (['HOME', 'TF_CONFIG'], '{"type": "worker", "index": 0}}')
     """
-    role = role_in(environ, rank)
-    if role is None:
+    if task is None:
         return dict(environ)
-    config = TFConfig.of(json.loads(environ[CLUSTER]), role.name, role.index)
     kept = {name: value for name, value in without_launchers(environ).items() if name != CLUSTER}
-    return {**kept, TF_CONFIG: config.text()}
+    return {**kept, TF_CONFIG: task.text()}

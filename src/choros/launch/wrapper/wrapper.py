@@ -25,18 +25,31 @@ With parameter servers, a worker ended by a signal not from chorosrun is restart
 1 and 3 have a parent-death guard; the kernel wakes the wrapper when mpirun dies, or it polls twice a second.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from choros import durations
 from choros.errors import ChorosError, LaunchError
-from choros.launch.plan.cores import share_of
-from choros.launch.plan.roles import WORKER, role_in
-from choros.launch.processes.directories import Directory, remove_owned, remove_stale, segment_suffix
+from choros.launch.plan.cores import Share, share_of
+from choros.launch.plan.environment import horovod_variables, rank_settings
+from choros.launch.plan.roles import CHIEF, WORKER, task_environment, task_in
+from choros.launch.processes.directories import (
+    SESSION,
+    VARIABLE,
+    Directory,
+    remove_owned,
+    remove_stale,
+    segment_suffix,
+    shared_memory,
+)
 from choros.launch.processes.pipes import enlarge, open_frame_pipe
 from choros.launch.processes.process_tree import (
     CHILD_SUBREAPER,
@@ -61,19 +74,15 @@ from choros.launch.protocol.frames import (
     encode,
 )
 from choros.launch.protocol.wrapper_options import RESULT_FD, SIGNAL_MEANINGS, STACKS, WrapperOptions
-from choros.launch.wrapper.preparation import (
-    command_environment,
-    job_memory,
-    listening_problem,
-    mpirun_session,
-    repairs,
-)
 from choros.launch.wrapper.rank_output import RankOutput
 from choros.observe import EVENTS_FD, EVERY_EVENT, MOVE
 from choros.observe.processes import state_of, take_stacks
 from choros.settings import VARIABLES, Config
-from choros.topology import Topology, detect
+from choros.topology import TFConfig, Topology, detect, split_address
+from choros.topology.environments import OPEN_MPI
 from choros.transport.loop import Loop, SignalPipe, read_sender, signal_with_sender, wake_only
+
+_LOCAL_SIZES = (OPEN_MPI.local_size, "OMPI_WORLD_LOCAL_SIZE")
 
 
 class Wrapper:
@@ -83,6 +92,7 @@ class Wrapper:
         self._topology = topology
         self._options = options
         self._command = command
+        self._task: TFConfig | None = None
         self._environ: dict[str, str] = {}
         self._restarts = 0
         self._host = os.environ.get("PMIX_HOSTNAME") or os.uname().nodename
@@ -208,16 +218,34 @@ class Wrapper:
         set_option(CHILD_SUBREAPER, 1)
         if self._topology.local_rank == 0:
             remove_stale()
-        problem = listening_problem(os.environ, self._topology.rank)
+        self._task = task_in(os.environ, self._topology.rank)
+        problem = listening_problem(self._task)
         if problem:
             raise LaunchError(problem)
         share = share_of(self._topology.local_rank, self._topology.local_size, self._options.bind)
         if share.bind and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, share.bind)
-        self._memory = job_memory(self._topology.local_size)
-        self._environ = command_environment(
-            self._topology, self._options, self._host, share, self._memory, self._command
-        )
+        self._memory = _job_memory(self._topology.local_size)
+        self._environ = self._command_environment(share)
+
+    def _command_environment(self, share: Share) -> dict[str, str]:
+        """Returns the whole environment of the rank's command."""
+        topology, options, environ = self._topology, self._options, task_environment(os.environ, self._task)
+        if self._task is None:
+            environ |= horovod_variables(topology, self._host, environ)
+        if self._memory is not None:
+            environ[VARIABLE] = str(self._memory.path)
+        if options.elastic:  # the argv that starts a further rank; {new_rank} stands for that option
+            others = replace(options, new_rank="{new_rank}", stdin=False, ranks_per_host=())
+            spawn = [sys.executable, "-I", "-S", sys.argv[0], str(others), *self._command]
+            environ[VARIABLES["spawn"].name] = json.dumps(spawn)
+        one_host, has_memory = topology.local_size == topology.size, VARIABLE in environ
+        environ |= rank_settings(environ, share, one_host=one_host, elastic=options.elastic, has_memory=has_memory)
+        if options.gated and self._task is None:  # mpirun is behind a gate
+            from choros.launch.wrapper.pmix_proxy import start_proxy  # imports sockets
+
+            environ |= start_proxy(os.environ)
+        return environ
 
     def _run_once(self) -> None:
         """Runs the command until it and its process tree have ended and all of its output has been read."""
@@ -288,8 +316,7 @@ class Wrapper:
 
     def _may_run_again(self) -> bool:
         """Returns whether this is a worker that may be restarted: ended by a signal that chorosrun did not send."""
-        role = role_in(os.environ, self._topology.rank)
-        if role is None or role.name != WORKER or self._restarts >= self._options.restarts:
+        if self._task is None or self._task.role != WORKER or self._restarts >= self._options.restarts:
             return False
         ended_by = -(self._status or 0)
         ended = self._received & {signal.SIGINT, signal.SIGTERM, signal.SIGKILL}
@@ -359,7 +386,7 @@ class Wrapper:
     def _clean_up(self) -> None:
         if self._memory is not None:
             self._memory.release(segment_suffix(os.environ, self._topology.local_rank))
-        session = mpirun_session()
+        session = _mpirun_session()
         if os.getppid() != self._mpirun and session is not None:  # mpirun is dead and cannot do it
             remove_owned(session)
 
@@ -371,6 +398,65 @@ def _become_rank(wrapper: int) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def repairs(environ: Mapping[str, str], ranks_per_host: Sequence[int]) -> dict[str, str]:
+    """Returns the variables to correct: Open MPI 5 tells all ranks one host's number of ranks.
+    ``ranks_per_host``: the true ones, from chorosrun, in rank order; empty if not known.
+
+    >>> names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    >>> repairs(dict.fromkeys(names, "1"), (2, 1))["OMPI_COMM_WORLD_LOCAL_SIZE"]
+    '2'
+    """
+    names = (OPEN_MPI.rank, OPEN_MPI.local_rank, OPEN_MPI.local_size)
+    if not environ.keys() >= set(names):
+        return {}
+    rank, local_rank, reported = (int(environ[name]) for name in names)
+    size = _size_of_host(rank, local_rank, ranks_per_host) or max(reported, local_rank + 1)
+    return {} if size == reported else dict.fromkeys(_LOCAL_SIZES, str(size))
+
+
+def _size_of_host(rank: int, local_rank: int, ranks_per_host: Sequence[int]) -> int | None:
+    """Returns the number of ranks on ``rank``'s host; ``None`` if mpirun has assigned ranks in another way."""
+    first = 0
+    for count in ranks_per_host:
+        if rank < first + count:
+            return count if rank - first == local_rank else None
+        first += count
+    return None
+
+
+def listening_problem(task: TFConfig | None) -> str:
+    """Returns why this rank cannot listen at its address; empty if it can, or if it does not need to listen."""
+    if task is None or task.role == CHIEF:
+        return ""
+    from choros.transport.address import listening_error  # imports sockets, which other jobs do not need
+
+    address = task.cluster[task.role][task.index]
+    error = listening_error(*split_address(address))
+    if error is None:
+        return ""
+    return (
+        f"{task.role} {task.index} cannot listen at {address}: {error.strerror or error}. If the port is in use, start "
+        "the job again: it chooses other ports. If the address is not this host's, give in -H the names by which the "
+        "hosts reach each other."
+    )
+
+
+def _job_memory(local_size: int) -> Directory | None:
+    """Returns the directory for the shared memory of this host's ranks, if there is one; it notes mpirun's."""
+    memory, session = shared_memory(os.environ, local_size), _mpirun_session()
+    if memory is not None and session is not None and not session.name.startswith(SESSION):
+        memory.note_daemon(session)  # else mpirun's directory is chorosrun's to remove
+    return memory
+
+
+def _mpirun_session() -> Path | None:
+    """Returns the directory of mpirun, or of its daemon on this host."""
+    session = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
+    if not session.is_absolute():
+        return None
+    return session.parent if session.parent.name.startswith(SESSION) else session
 
 
 def main() -> None:
