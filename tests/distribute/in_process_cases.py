@@ -369,6 +369,22 @@ def case_gradients_of_variables_that_an_optimizer_does_not_know_are_an_error():
         shards.push(1, {shard: np.ones(2, "float32"), Shard((0, 1)): np.ones(2, "float32")}, None, 0)
 
 
+def raising_its_own(model, optimizer):
+    with pytest.raises(Exception, match=r"."):
+        optimizer.apply([keras.ops.ones((7,))], model.trainable_variables[1:2])  # of another shape
+    raise LookupError("its own")
+
+
+def case_a_function_that_has_caught_the_error_of_a_server_ends_by_its_own():
+    with cluster_of(workers=1) as strategy:
+        with strategy.scope():
+            model, optimizer = network(None), keras.optimizers.SGD(0.1)
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        coordinator.schedule(raising_its_own, (model, optimizer))
+        with pytest.raises(LookupError, match="its own"):
+            coordinator.join()
+
+
 def case_a_function_that_fails_leaves_the_worker_as_it_was():
     with cluster_of(workers=1, ps=1) as strategy:
         coordinator = distribute.coordinator.ClusterCoordinator(strategy)
