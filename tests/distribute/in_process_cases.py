@@ -19,9 +19,10 @@ import pytest
 from choros import distribute
 from choros.arrays import framework_adapter
 from choros.errors import ConfigError, EngineError, StrategyError
+from choros.parallel.reduce.gradients import SparseRows
 from choros.parameter_server import closures
 from choros.parameter_server.cluster import JobServer
-from choros.parameter_server.placement import Rows, Shard
+from choros.parameter_server.placement import Shard
 from choros.parameter_server.server import Shards
 from choros.settings import current
 from harness import free_port
@@ -257,7 +258,7 @@ def case_a_servers_compiled_update_takes_any_number_of_rows():
     shards.register(1, recipe, {(0, 0): (True, None)})
     optimizer = keras.optimizers.Adam(0.1)
     for indices in ([2, 2, 0], [1], [], [3, 3]):
-        rows = Rows(np.array(indices, "int32"), np.ones((len(indices), 2), "float32"))
+        rows = SparseRows(np.array(indices, "int32"), np.ones((len(indices), 2), "float32"), (4, 2))
         _, changed = shards.push(1, {Shard((0, 0)): rows}, None, 0)
         optimizer.apply([framework_adapter("tensorflow").from_rows(rows.indices, rows.values, (4, 2))], [alone])
         np.testing.assert_allclose(changed[Shard((0, 0))], alone.numpy(), rtol=1e-6)
@@ -366,6 +367,22 @@ def case_gradients_of_variables_that_an_optimizer_does_not_know_are_an_error():
     shards.register(1, cloudpickle.dumps((keras.optimizers.SGD, {})), {(0, 0): (True, None)})
     with pytest.raises(ConfigError, match="does not know"):
         shards.push(1, {shard: np.ones(2, "float32"), Shard((0, 1)): np.ones(2, "float32")}, None, 0)
+
+
+def raising_its_own(model, optimizer):
+    with pytest.raises(Exception, match=r"."):
+        optimizer.apply([keras.ops.ones((7,))], model.trainable_variables[1:2])  # of another shape
+    raise LookupError("its own")
+
+
+def case_a_function_that_has_caught_the_error_of_a_server_ends_by_its_own():
+    with cluster_of(workers=1) as strategy:
+        with strategy.scope():
+            model, optimizer = network(None), keras.optimizers.SGD(0.1)
+        coordinator = distribute.coordinator.ClusterCoordinator(strategy)
+        coordinator.schedule(raising_its_own, (model, optimizer))
+        with pytest.raises(LookupError, match="its own"):
+            coordinator.join()
 
 
 def case_a_function_that_fails_leaves_the_worker_as_it_was():

@@ -57,7 +57,7 @@ class Chief:
 
     def __init__(self, cluster: Cluster, partition: Partition | None, max_staleness: int | None) -> None:
         self.strategy: Any = None
-        self.workers = len(cluster.workers)
+        self.workers = len(cluster.tasks["worker"])
         self._cluster = cluster
         self._job = secrets.token_hex(8)
         self.objects = ScopeObjects()

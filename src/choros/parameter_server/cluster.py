@@ -118,8 +118,7 @@ class Cluster:
     also include ``evaluator``.
     """
 
-    workers: tuple[str, ...]
-    ps: tuple[str, ...]
+    tasks: Mapping[str, tuple[str, ...]]
     role: str
     index: int
     start_seconds: float
@@ -139,14 +138,13 @@ class Cluster:
             )
         is_chief = role is None or (role == "chief" and "chief" not in spec.jobs)
         task = TFConfig.of(spec.as_dict(), *(("worker", 0) if is_chief else (role, index)))
-        workers, ps = task.cluster["worker"], task.cluster["ps"]
-        start_seconds = current().start_timeout
-        key = job_key(os.environ, [*workers, *ps])
-        return cls(workers, ps, *(("chief", 0) if is_chief else (task.role, task.index)), start_seconds, key)
+        key = job_key(os.environ, [*task.cluster["worker"], *task.cluster["ps"]])
+        role, index = ("chief", 0) if is_chief else (task.role, task.index)
+        return cls(task.cluster, role, index, current().start_timeout, key)
 
     def rank(self, role: str, index: int) -> int:
         """Returns the rank of a process, as ``chorosrun --ps`` numbers them: the chief, the servers, the workers."""
-        return {"chief": 0, "ps": 1 + index}.get(role, 1 + len(self.ps) + index)
+        return {"chief": 0, "ps": 1 + index}.get(role, 1 + len(self.tasks["ps"]) + index)
 
     @property
     def name(self) -> str:
@@ -156,7 +154,7 @@ class Cluster:
     @property
     def address(self) -> str:
         """The address at which this process listens: a worker or a parameter server."""
-        return (self.ps if self.role == "ps" else self.workers)[self.index]
+        return self.tasks[self.role][self.index]
 
     def listen(self, serve: Callable[[Channel, Any], None]) -> Listener:
         """Listens at this process's address; calls ``serve`` with each channel and its first message, in a thread."""
@@ -166,13 +164,13 @@ class Cluster:
         """Returns a connection to a worker or a parameter server, which proves that it is this one. A long wait for its
         messages is reported as one in ``call``.
         """
-        address, peer = (self.ps if role == "ps" else self.workers)[index], _name(role, index)
-        channel = connect(address, self.key, self.name, peer, seconds or self.start_seconds)
+        peer = _name(role, index)
+        channel = connect(self.tasks[role][index], self.key, self.name, peer, seconds or self.start_seconds)
         return TaskConnection(channel, f"{call} {peer}", (self.rank(self.role, self.index), self.rank(role, index)))
 
     def servers(self, job: str) -> Servers:
         """Connects to all parameter servers, for this job."""
-        connections = [self.connect("ps", index, "a request to") for index in range(len(self.ps))]
+        connections = [self.connect("ps", index, "a request to") for index in range(len(self.tasks["ps"]))]
         for connection in connections:
             hello: Hello = job, this_process()
             connection.send(hello)

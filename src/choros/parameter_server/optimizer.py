@@ -20,7 +20,8 @@ import numpy as np
 from choros.arrays import ArraySpec, framework_adapter
 from choros.comm import Array
 from choros.errors import ConfigError, StrategyError
-from choros.parameter_server.placement import Rows, VariableKey
+from choros.parallel.reduce.gradients import SparseRows
+from choros.parameter_server.placement import VariableKey
 from choros.parameter_server.recipes import current_rate, follows_schedule, optimizer_config
 from choros.parameter_server.scope_objects import ScopeObjects
 from choros.parameter_server.session import ServerSession
@@ -163,7 +164,7 @@ class RemoteOptimizer:
         # A batch that is only accumulated leaves the values unchanged.
         values = [variable.value for variable in variables] if steps > 1 else []
 
-        framework = keras.backend.backend()
+        framework, shapes = keras.backend.backend(), [tuple(variable.shape) for variable in variables]
         adapter = framework_adapter(framework)
         # Keras' sums of batches are dense.
         as_rows = framework == "tensorflow" and steps == 1
@@ -182,13 +183,13 @@ class RemoteOptimizer:
             if not in_jit:  # where variables have no values
                 session.push_assigned(variables)
             # Keras, too, clips the rows of sparse gradients as they are; after the global norm, they are dense.
-            clipped = zip(rows, clip(mean, *limits), strict=True)
-            pushed = [Rows(next(rows_of), each) if row else each for row, each in clipped]
+            clipped = zip(rows, clip(mean, *limits), shapes, strict=True)
+            pushed = [SparseRows(next(rows_of), each, shape) if row else each for row, each, shape in clipped]
             if optimizer.global_clipnorm:
-                pushed = [each.summed() if isinstance(each, Rows) else each for each in pushed]
+                pushed = [each.merged() if isinstance(each, SparseRows) else each for each in pushed]
             return session.push(self.number, variables, pushed, None if scheduled else float(now))
 
-        outputs = [ArraySpec(tuple(v.shape), np.dtype(v.dtype)) for v in variables]
+        outputs = [ArraySpec(shape, np.dtype(v.dtype)) for shape, v in zip(shapes, variables, strict=True)]
         in_jit = framework == "jax" and adapter.is_symbolic(gradients)
         tensors = map(keras.ops.convert_to_tensor, (*gradients, *indices))
         inputs = [keras.ops.convert_to_tensor(rate, "float32"), *tensors, *values]

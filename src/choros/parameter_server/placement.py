@@ -21,6 +21,7 @@ import numpy as np
 
 from choros.comm import Array
 from choros.errors import ConfigError
+from choros.parallel.reduce.gradients import SparseRows
 from choros.topology import shard_range
 
 Partition = Callable[[tuple[int, ...], str], Sequence[int]]
@@ -51,34 +52,6 @@ class Shard:
     def is_count(self) -> bool:
         """Whether it is an optimizer's count of updates, the first slot of its own."""
         return isinstance(self.variable, SlotKey) and self.variable.index == 0 and self.variable.variable is None
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A sparse gradient of a variable, or of a slice of it, whose rows it numbers from 0; not summed by index.
-
-    >>> Rows(np.array([4, 1, 4]), np.array([[1.0], [2.0], [3.0]]))[3:6]
-    Rows(indices=array([1, 1]), values=array([[1.],
-           [3.]]))
-    """
-
-    indices: Array
-    values: Array
-
-    def __getitem__(self, rows: slice) -> Rows:
-        inside = (rows.start <= self.indices) & (self.indices < rows.stop)
-        return Rows(self.indices[inside] - rows.start, self.values[inside])
-
-    def summed(self) -> Rows:
-        """Returns the sums of the rows of each index.
-
-        >>> Rows(np.array([4, 1, 4]), np.array([1.0, 2.0, 3.0])).summed()
-        Rows(indices=array([1, 4]), values=array([2., 4.]))
-        """
-        indices, places = np.unique(self.indices, return_inverse=True)
-        values = np.zeros((len(indices), *self.values.shape[1:]), self.values.dtype)
-        np.add.at(values, places, self.values)
-        return Rows(indices, values)
 
 
 #: Where variables are: of each, its shards in the order of rows, with the number of their server.
@@ -125,7 +98,7 @@ def split(values: Mapping[VariableKey, Any], placement: Placement) -> dict[int, 
     parts: dict[int, dict[Shard, Any]] = {}
     for key, value in values.items():
         for server, shard in placement[key]:
-            part = value if shard.end is None else value[shard.begin : shard.end]
+            part = value if shard.end is None else _rows(value, shard.begin, shard.end)
             parts.setdefault(server, {})[shard] = part
     return parts
 
@@ -136,6 +109,18 @@ def join(key: VariableKey, placement: Placement, values: Mapping[Shard, Array]) 
     if shards[0].end is None:
         return values[shards[0]]
     return np.concatenate([values[shard] for shard in shards])
+
+
+def _rows(value: Any, begin: int, end: int) -> Any:
+    """Returns rows ``begin`` to ``end`` of an array, or of a sparse gradient, which numbers them from 0.
+
+    >>> _rows(SparseRows(np.array([4, 1, 4]), np.array([[1.0], [2.0], [3.0]]), shape=(6, 1)), 3, 6).indices
+    array([1, 1])
+    """
+    if not isinstance(value, SparseRows):
+        return value[begin:end]
+    inside = (begin <= value.indices) & (value.indices < end)
+    return SparseRows(value.indices[inside] - begin, value.values[inside], (end - begin, *value.shape[1:]))
 
 
 def _count(shape: tuple[int, ...], dtype: str, partition: Partition | None) -> int:

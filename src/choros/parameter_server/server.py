@@ -11,9 +11,10 @@ import keras
 
 from choros.comm import Array
 from choros.errors import ConfigError
+from choros.parallel.reduce.gradients import SparseRows
 from choros.parameter_server.cluster import CHIEF, JobServer, this_process
 from choros.parameter_server.messages import Changed, Hello, Updated
-from choros.parameter_server.placement import Rows, Shard, SlotKey
+from choros.parameter_server.placement import Shard, SlotKey
 from choros.parameter_server.scope_objects import host
 from choros.parameter_server.slots import Slots
 from choros.training.keras_internals.models import (
@@ -138,7 +139,7 @@ class _Optimizer:
         convert = keras.ops.convert_to_tensor
 
         def tensors(gradient: Any) -> Any:
-            if isinstance(gradient, Rows):
+            if isinstance(gradient, SparseRows):
                 return convert(gradient.values), convert(gradient.indices)
             return convert(gradient)
 

@@ -27,12 +27,12 @@ import numpy as np
 from choros.arrays import adapter_of
 from choros.comm import Array
 from choros.errors import ConfigError
+from choros.parallel.reduce.gradients import Gradient
 from choros.parameter_server.cluster import Servers
 from choros.parameter_server.messages import Changed, Updated
 from choros.parameter_server.placement import (
     Partition,
     Placement,
-    Rows,
     Shard,
     SlotKey,
     VariableKey,
@@ -174,7 +174,11 @@ class ServerSession:
         derive_again([self._variables[key] for key in changed])
 
     def push(
-        self, optimizer: int, variables: Sequence[Any], gradients: Sequence[Array | Rows], learning_rate: float | None
+        self,
+        optimizer: int,
+        variables: Sequence[Any],
+        gradients: Sequence[Gradient],
+        learning_rate: float | None,
     ) -> list[Array]:
         """Has the servers' optimizer apply gradients; returns the new values of the variables. Servers that have others
         of its variables count the step.

@@ -124,7 +124,9 @@ class Worker:
             return pickled, self.objects.count_metrics(), *times
         except (Exception, SystemExit) as error:  # noqa: BLE001  (what ends a function, its sys.exit, too, is the chief's)
             cause, session.servers.failure = session.servers.failure, None
-            return Failure.of(cause or error)
+            if cause is None or str(cause) not in str(error):  # the function has caught it, if any
+                return Failure.of(error)
+            return Failure.of(cause)
 
     def _define(self, definition: Definition) -> None:
         reference, revision = definition.reference, definition.revision
