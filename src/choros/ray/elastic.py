@@ -24,7 +24,7 @@ import ray
 
 from choros import durations
 from choros.errors import EngineError, LaunchError
-from choros.launch.run import pack
+from choros.launch.bootstrap import pack
 from choros.ray import discovery as hosts_of_ray
 from choros.ray.discovery import rooms, wanted
 from choros.ray.job import RayJob

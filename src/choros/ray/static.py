@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from choros import durations
 from choros.errors import LaunchError, WorkerFailed
-from choros.launch.run import pack
+from choros.launch.bootstrap import pack
 from choros.ray.job import RayJob, raise_cause
 from choros.ray.rank import serve_calls
 from choros.ray.registry import ActorRegistry, RankActor
