@@ -126,7 +126,7 @@ def run_call(
     call: Callable[[], Any], arguments: Arguments, sentences: Iterable[str] = (), executable: str | None = None
 ) -> list[Any]:
     """Runs ``call`` on every rank of a new job, after showing ``sentences``; see ``run``."""
-    command, options = (executable or sys.executable, *_BOOTSTRAP), WrapperOptions(stdin=True, result=True)
+    command, options = (executable or sys.executable, *_BOOTSTRAP), WrapperOptions(call=True)
     job = arguments.job(command, os.environ, own_names, count_accelerators, options, discover=run_script)
     payload, mpirun = pack(call), detect_mpirun(arguments.mpirun)
     output = output_of(job, arguments, _writer(sys.stdout), _writer(sys.stderr), colour=False)
