@@ -17,7 +17,8 @@ import Ray, nor does ``import choros``.
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the import of typing
 if TYPE_CHECKING:
     from choros.ray.discovery import RayHostDiscovery
-    from choros.ray.executor import ElasticRayExecutor, RayExecutor, RaySettings
+    from choros.ray.executor import ElasticRayExecutor, RayExecutor
+    from choros.ray.job import RaySettings
     from choros.ray.rank import log
     from choros.ray.worker import RayWorker
 
@@ -27,7 +28,7 @@ _HOMES = {
     "ElasticRayExecutor": "executor",
     "RayExecutor": "executor",
     "RayHostDiscovery": "discovery",
-    "RaySettings": "executor",
+    "RaySettings": "job",
     "RayWorker": "worker",
     "log": "rank",
 }

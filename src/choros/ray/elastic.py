@@ -8,8 +8,6 @@ thread looks after them; lost ranks are replaced when Ray has new ones.
     its node drains, or is not wanted any more ──► its rank leaves in order ──► the actor is ended
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import threading
@@ -18,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import ray
 
@@ -27,13 +25,10 @@ from choros.errors import EngineError, LaunchError
 from choros.launch.bootstrap import pack
 from choros.ray import discovery as hosts_of_ray
 from choros.ray.discovery import rooms, wanted
-from choros.ray.job import RayJob
+from choros.ray.job import RayJob, RaySettings
 from choros.ray.rank import run_tied
 from choros.ray.registry import ActorRegistry, RankActor
 from choros.ray.worker import CONTROL, hire, no_room
-
-if TYPE_CHECKING:
-    from choros.ray.executor import RaySettings
 
 _log = logging.getLogger("choros")
 #: The host of actors that Ray places.

@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -14,30 +13,10 @@ import ray
 from choros import durations
 from choros.errors import UnsupportedError
 from choros.ray.elastic import ElasticAdapter
-from choros.ray.job import raise_cause
+from choros.ray.job import RaySettings, raise_cause
 from choros.ray.static import StaticAdapter
 
 Callback = Callable[[Any], None]
-
-
-@dataclass
-class RaySettings:
-    """The settings of an executor, in seconds; ``discovery`` says where elastic jobs may run, as Horovod's."""
-
-    nics: Any = None
-    verbose: int = 1
-    key: str | None = None
-    ssh_port: int | None = None
-    ssh_identity_file: str | None = None
-    timeout_s: float = 30
-    placement_group_timeout_s: float = 100
-    elastic: bool = False
-    discovery: Any = None
-    min_num_proc: int = 1
-    max_num_proc: int | None = None
-    reset_limit: int | None = None
-    elastic_timeout: float = 600
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 @final

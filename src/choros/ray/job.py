@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from typing import Any, Never, final
 
 import ray
@@ -27,6 +28,26 @@ from choros.transport.secret import Key
 _CLUSTER = "the Ray cluster"
 #: Ray sets it for an actor without CPUs; ranks have some.
 _THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass
+class RaySettings:
+    """The settings of an executor, in seconds; ``discovery`` says where elastic jobs may run, as Horovod's."""
+
+    nics: Any = None
+    verbose: int = 1
+    key: str | None = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    timeout_s: float = 30
+    placement_group_timeout_s: float = 100
+    elastic: bool = False
+    discovery: Any = None
+    min_num_proc: int = 1
+    max_num_proc: int | None = None
+    reset_limit: int | None = None
+    elastic_timeout: float = 600
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def slots_of(actors: Mapping[str, int], most: int) -> dict[str, int]:

@@ -1,12 +1,10 @@
 """Jobs that are not elastic: ``start`` starts the ranks, which run one call after the other until ``shutdown``."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import ray
 from ray.util.placement_group import PlacementGroup, get_current_placement_group, remove_placement_group
@@ -15,14 +13,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from choros import durations
 from choros.errors import LaunchError, WorkerFailed
 from choros.launch.bootstrap import pack
-from choros.ray.job import RayJob, raise_cause
+from choros.ray.job import RayJob, RaySettings, raise_cause
 from choros.ray.rank import serve_calls
 from choros.ray.registry import ActorRegistry, RankActor
 from choros.ray.worker import CONTROL, create_placement_group, hire, no_room
 from choros.transport.address import this_host
-
-if TYPE_CHECKING:
-    from choros.ray.executor import RaySettings
 
 
 @final
