@@ -103,7 +103,7 @@ class ActorPool:
             is_wanted = counts.get(each.host, 0) > 0
             if is_wanted and each.node not in draining:
                 counts[each.host] -= 1
-            elif not each.is_expected:
+            elif each.number < 0:
                 self._dismiss(each)
         for host, count in counts.items():
             for _ in range(count):
