@@ -7,7 +7,6 @@
                                        └── rank 0's loss ──► a variable of the notebook
 """
 
-import linecache
 import shlex
 import traceback
 from collections.abc import Sequence
@@ -89,7 +88,6 @@ def run_cell(shell: Any, cell: str, give: Sequence[str], result: Sequence[str], 
         raise ConfigError(f"--give {','.join(give)}: the notebook has no variable {', '.join(missing)}: set it first.")
     file, source = "<cell>", f"\n{cell}"  # its first line is that of the magic
     compile(source, file, "exec", dont_inherit=True)  # a SyntaxError here, not on each rank
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     call = partial(execute, source, file, {name: variables[name] for name in give}, result)
     got = run_call(call, arguments, (f"%%choros: {sentence}" for sentence in sentences))
     values = next((each for each in got if each is not None), None)

@@ -165,5 +165,5 @@ def test_a_job_of_a_rank_of_an_elastic_one_is_as_its_own_arguments_say():
 
 
 def test_options_are_parsed_as_they_were_written():
-    options = WrapperOptions(bind=False, stdin=True, result=True, ranks_per_host=[3, 1], restarts=2)
+    options = WrapperOptions(bind=False, call=True, ranks_per_host=[3, 1], restarts=2)
     assert WrapperOptions.parse(str(options)) == options

@@ -130,4 +130,4 @@ def test_frames_among_mpiruns_messages_in_chunks_of_any_size():
     for size in (1, 7, 1000):
         reader = FrameReader()
         got = [item for start in range(0, len(stream), size) for item in reader.feed(stream[start : start + size])]
-        assert [*got, *reader.end(), *reader.end()] == ["mpirun: ", frames[0], "no newline", *frames[1:], "bye"]
+        assert [*got, *reader.feed(b""), *reader.feed(b"")] == ["mpirun: ", frames[0], "no newline", *frames[1:], "bye"]

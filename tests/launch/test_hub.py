@@ -48,7 +48,7 @@ def test_an_elastic_job_begins_with_fewer_hosts(make):
     hub, arguments = make(size=4), Arguments(num_proc=4, min_num_proc=2)
     with closing(agent(hub, AgentReady(2, 2, "c"))):
         until(lambda: len(hub.hosts) == 2)
-        named = hub.gather(arguments, 0.1, print)
+        named = hub.gather(arguments, 0.1)
     assert (named.num_proc, named.min_num_proc, named.max_num_proc) == (3, 2, 4)
 
 
@@ -57,9 +57,9 @@ def test_a_host_whose_agent_has_gone_is_waited_for(make):
     agent(hub, AgentReady(1, 1, "b")).close()
     until(lambda: len(hub.hosts) == 2 and len(hub._present) == 1)
     with pytest.raises(HostUnreachable, match=r"1 of 2 hosts of a cluster did not come within"):
-        hub.gather(Arguments(num_proc=2), 0.1, print)
+        hub.gather(Arguments(num_proc=2), 0.1)
     with closing(agent(hub, AgentReady(1, 1, "b"))):
-        assert hub.gather(Arguments(num_proc=2), 20, print).hosts.endswith(":1,127.0.0.1:1")
+        assert hub.gather(Arguments(num_proc=2), 20).hosts.endswith(":1,127.0.0.1:1")
 
 
 def test_a_host_that_has_started_anew_is_one_host(make):

@@ -339,7 +339,7 @@ def test_a_call_is_received_and_its_result_sent(mpirun):
         "while result: result = result[os.write(int(os.environ['CHOROS_RESULT_FD']), result):]\n"
     )
     payload = random.Random(0).randbytes(200_000)
-    options = replace(UNBOUND, stdin=True, result=True)
+    options = replace(UNBOUND, call=True)
     job_end, _, _ = job(code, options=options, payload=payload, wrapper=(*mpirun, *WRAPPER))
     assert end_of(job_end) == (0, False)
     assert job_end.results[0] == 2 * payload

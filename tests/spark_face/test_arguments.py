@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from choros.launch.bootstrap import pack
 from choros.launch.plan.arguments import Arguments
-from choros.launch.run import pack
 from choros.spark import plan
 from choros.spark.host import _visible_to
 from choros.spark.plan import Machine, machines_of

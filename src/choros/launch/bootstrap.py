@@ -1,4 +1,5 @@
-"""The program that each rank of ``choros.run`` runs: receives the function, calls it and sends back its result.
+"""The program that each rank of ``choros.run`` runs: receives the function, calls it and sends back its result; and how
+functions are packed.
 
 ::
 
@@ -10,13 +11,14 @@ No process listens on a port, and neither disk nor a command line holds the data
 because they come from processes that this process has started.
 """
 
+import io
 import linecache
 import os
 import pickle
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 import cloudpickle
@@ -31,19 +33,62 @@ UNPICKLABLE = (pickle.PicklingError, TypeError, ValueError, AttributeError, NotI
 ADVICE = "Objects that hold threads, locks, files or compiled functions are created where they are used."
 
 
-def unpack(body: bytes, before: Sequence[str] = ()) -> Callable[[], Any]:
-    """Returns the call in ``body``, with the module path and the sources of cells of the process that packed it;
-    modules are first looked for in ``before``.
+def pack(call: Callable[..., Any]) -> bytes:
+    """Returns ``call`` as bytes, with this process's module path.
+
+    >>> from functools import partial
+    >>> unpack(pack(partial(max, 1, 2)))()
+    2
     """
-    path, cells, call = pickle.loads(body)  # noqa: S301  (from the process that started this one)
+    pickled = io.BytesIO()
+    if (main := sys.modules.get("__mp_main__")) is not None:  # that of a process of multiprocessing, as __main__ is
+        cloudpickle.register_pickle_by_value(main)
+    try:
+        _CallPickler(pickled).dump(call)
+    except UNPICKLABLE as error:
+        raise ConfigError(f"what the ranks are to get cannot be sent: {error}. {ADVICE}") from error
+    return pickle.dumps((list(sys.path), pickled.getvalue()))
+
+
+def unpack(body: bytes, before: Sequence[str] = ()) -> Callable[[], Any]:
+    """Returns the call in ``body``; modules are first looked for in ``before``, then where the process that packed it
+    does.
+    """
+    path, call = pickle.loads(body)  # noqa: S301  (from the process that started this one)
     sys.path[:] = [*before, *(each for each in path if each not in before)]
-    linecache.cache.update(cells)
     unpacked: Callable[[], Any] = pickle.loads(call)  # noqa: S301
     return unpacked
 
 
+def reduce_code(code: CodeType) -> tuple[Any, ...]:
+    """How code is pickled: with the name of its file, which cloudpickle leaves out; and for tracebacks and AutoGraph,
+    with the lines of a file that the receiver may lack: of the script, and of a notebook's cells.
+    """
+    file = code.co_filename
+    entry: tuple[Any, ...] = linecache.cache.get(file, ())
+    is_cell = len(entry) > 1 and entry[1] is None
+    is_own = is_cell or file == getattr(sys.modules["__main__"], "__file__", None)
+    lines = linecache.getlines(file) if is_own else []
+    return _code, (cloudpickle.Pickler.dispatch_table[CodeType](code)[1], file, lines)
+
+
+def _code(by_cloudpickle: tuple[Any, ...], file: str, lines: list[str]) -> CodeType:
+    if lines and not os.path.exists(file):
+        _note_lines(file, lines)
+    return CodeType(*by_cloudpickle).replace(co_filename=file)
+
+
+def _note_lines(file: str, lines: list[str]) -> None:
+    linecache.cache[file] = sum(map(len, lines)), None, lines, file
+
+
+class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({CodeType: reduce_code})
+
+
 def execute(source: str, file: str, values: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any] | None:
     """Runs a notebook's cell as the main module; returns rank 0's values of its variables ``results``."""
+    _note_lines(file, source.splitlines(keepends=True))
     module = sys.modules["__main__"] = ModuleType("__main__")
     variables = vars(module)
     variables.update(values)

@@ -110,13 +110,12 @@ def _launch_in(cluster: ClusterHost, command: tuple[str, ...], arguments: Argume
 
     # In a container this is process 1, for which SIGTERM has no default action.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    show = partial(click.echo, err=True)
     cluster, seconds = with_slots(cluster, arguments, count_accelerators), arguments.start_timeout or durations.AGENTS
     if cluster.index:
-        return serve_host(cluster, seconds, show)
+        return serve_host(cluster, seconds)
     hub, code = Hub(cluster), 128 + signal.SIGTERM
     try:
-        code = _launch(command, hub.gather(arguments, seconds, show))
+        code = _launch(command, hub.gather(arguments, seconds))
     except ChorosError as error:
         code = error.exit_code
         raise

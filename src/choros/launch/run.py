@@ -3,7 +3,6 @@
 import codecs
 import inspect
 import io
-import linecache
 import os
 import pickle
 import re
@@ -17,14 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from types import CodeType
 from typing import Any, TextIO, TypeVar
-
-import cloudpickle
 
 from choros.errors import ConfigError, JobTimeout, LaunchError, WorkerFailed
 from choros.frameworks import installed
-from choros.launch.bootstrap import ADVICE, UNPICKLABLE
+from choros.launch.bootstrap import pack
 from choros.launch.driver.job_end import JobEnd, Reason
 from choros.launch.driver.launcher import launch
 from choros.launch.driver.machine import count_accelerators, detect_mpirun, own_names, run_script
@@ -130,7 +126,7 @@ def run_call(
     call: Callable[[], Any], arguments: Arguments, sentences: Iterable[str] = (), executable: str | None = None
 ) -> list[Any]:
     """Runs ``call`` on every rank of a new job, after showing ``sentences``; see ``run``."""
-    command, options = (executable or sys.executable, *_BOOTSTRAP), WrapperOptions(stdin=True, result=True)
+    command, options = (executable or sys.executable, *_BOOTSTRAP), WrapperOptions(call=True)
     job = arguments.job(command, os.environ, own_names, count_accelerators, options, discover=run_script)
     payload, mpirun = pack(call), detect_mpirun(arguments.mpirun)
     output = output_of(job, arguments, _writer(sys.stdout), _writer(sys.stderr), colour=False)
@@ -262,38 +258,6 @@ def _shown_progress() -> Iterator[None]:
         ended.set()
         clock.join()
         shown.update(text(), raw=True)
-
-
-def pack(call: Callable[..., Any]) -> bytes:
-    """Returns ``call`` as bytes, with this process's module path. The lines of code that is in no file, a notebook's
-    cells, go with it, for tracebacks and for AutoGraph.
-
-    >>> from functools import partial
-    >>> from choros.launch.bootstrap import unpack
-    >>> unpack(pack(partial(max, 1, 2)))()
-    2
-    """
-    cells = {name: entry for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None}
-    pickled = io.BytesIO()
-    if (main := sys.modules.get("__mp_main__")) is not None:  # that of a process of multiprocessing, as __main__ is
-        cloudpickle.register_pickle_by_value(main)
-    try:
-        _CallPickler(pickled).dump(call)
-    except UNPICKLABLE as error:
-        raise ConfigError(f"what the ranks are to get cannot be sent: {error}. {ADVICE}") from error
-    return pickle.dumps((list(sys.path), cells, pickled.getvalue()))
-
-
-def _with_file(code: tuple[Any, ...], file: str) -> CodeType:
-    return CodeType(*code).replace(co_filename=file)
-
-
-class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles code with the name of its file, which cloudpickle leaves out."""
-
-    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
-        {CodeType: lambda code: (_with_file, (cloudpickle.Pickler.dispatch_table[CodeType](code)[1], code.co_filename))}
-    )
 
 
 def _raise_failure(job_end: JobEnd, outcome: Outcome, timeout: float | None) -> None:

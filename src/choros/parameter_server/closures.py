@@ -14,8 +14,6 @@ Cloudpickle, with these exceptions::
 
 import importlib
 import io
-import linecache
-import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -28,6 +26,7 @@ import numpy as np
 from choros.arrays import adapter_of, framework_adapter
 from choros.comm import Array
 from choros.errors import ConfigError
+from choros.launch.bootstrap import reduce_code
 from choros.parameter_server.messages import Reference
 from choros.parameter_server.recipes import by_recipe
 
@@ -109,8 +108,7 @@ class _Pickler(cloudpickle.Pickler):
             is_parameter = framework == "torch" and isinstance(item, sys.modules[framework].nn.Parameter)
             return (_copied, (_tensor, values)) if is_parameter else (_tensor, values)
         if isinstance(item, CodeType):
-            by_cloudpickle = cloudpickle.Pickler.dispatch_table[CodeType](item)[1]
-            return _code, (by_cloudpickle, item.co_filename, _lines_of(item.co_filename))
+            return reduce_code(item)
         if isinstance(item, ModuleType) and sys.modules.get(item.__name__) is item:
             return importlib.import_module, (item.__name__,)  # such as torch.ops, an instance of its own class
         if not isinstance(item, type):
@@ -136,19 +134,6 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, reference: Reference) -> Any:
         return self.resolve(reference)
-
-
-def _lines_of(file: str) -> list[str]:
-    """The lines of a file that the receiver may lack, as the script and cells of a notebook."""
-    entry: tuple[Any, ...] = linecache.cache.get(file, ())
-    is_cell = len(entry) > 1 and entry[1] is None
-    return linecache.getlines(file) if is_cell or file == getattr(sys.modules["__main__"], "__file__", None) else []
-
-
-def _code(by_cloudpickle: tuple[Any, ...], file: str, lines: list[str]) -> CodeType:
-    if lines and not os.path.exists(file):
-        linecache.cache[file] = sum(map(len, lines)), None, lines, file
-    return CodeType(*by_cloudpickle).replace(co_filename=file)
 
 
 def _copied(create: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -5,7 +5,7 @@
     driver                        a node of Ray's
     RayExecutor ── places ──────► RayWorker, an actor: holds the CPUs and GPUs of one rank
         │  ▲                         ▲ │ calls
-        │  └─ Take ────────────────┐  │ ▼
+        │  └─ Take ───────────────┐  │ ▼
         │                         └─ rank ◄── wrapper ◄── mpirun ◄─┐
         └─ launches ──────────────────────────────────── JobLauncher, an actor without CPUs: chorosrun's part
 

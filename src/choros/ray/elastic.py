@@ -8,8 +8,6 @@ thread looks after them; lost ranks are replaced when Ray has new ones.
     its node drains, or is not wanted any more ──► its rank leaves in order ──► the actor is ended
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import threading
@@ -24,7 +22,7 @@ import ray
 
 from choros import durations
 from choros.errors import EngineError, LaunchError
-from choros.launch.run import pack
+from choros.launch.bootstrap import pack
 from choros.ray import discovery as hosts_of_ray
 from choros.ray.discovery import rooms, wanted
 from choros.ray.job import RayJob, RaySettings
@@ -105,7 +103,7 @@ class ActorPool:
             is_wanted = counts.get(each.host, 0) > 0
             if is_wanted and each.node not in draining:
                 counts[each.host] -= 1
-            elif not each.is_expected:
+            elif each.number < 0:
                 self._dismiss(each)
         for host, count in counts.items():
             for _ in range(count):

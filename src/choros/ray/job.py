@@ -88,14 +88,14 @@ class JobLauncher:
         if self._hub is None:
             return run_call(call, arguments)
         try:
-            return run_call(call, self._hub.gather(arguments, durations.AGENTS, print))
+            return run_call(call, self._hub.gather(arguments, durations.AGENTS))
         finally:
             self._hub.close(0)
 
     def serve(self, index: int, slots: int, address: str) -> int:
         """Runs the ranks of machine ``index`` of a job, for its launcher at ``address``, until it ends."""
         first, _, port = address.rpartition(":")
-        return serve_host(ClusterHost(_CLUSTER, index, None, first, slots, int(port)), durations.AGENTS, print)
+        return serve_host(ClusterHost(_CLUSTER, index, None, first, slots, int(port)), durations.AGENTS)
 
 
 @final

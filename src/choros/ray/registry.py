@@ -25,8 +25,8 @@ class RankActor:
     room for it, and what ``ended`` does when it has ended; ``host``: where it was asked for, empty: anywhere.
 
     ``machine``: the same for all nodes of Ray's on a machine; ``address``: where its rank connects. ``number``: of the
-    rank that should have it at the start of a job; ``rank``: of the one that it was given to; ``seated``: whether that
-    one has reached it; ``used``: whether one has had it; ``leaves``: it is to end.
+    rank of a job that starts that will come to it, and could not start without an actor; -1: of none; ``rank``: of the
+    one that it was given to; ``seated``: whether that one has reached it; ``leaves``: it is to end.
     """
 
     handle: Any
@@ -41,17 +41,11 @@ class RankActor:
     rank: int | None = None
     channel: Channel | None = None
     seated: bool = False
-    used: bool = False
     leaves: bool = False
 
     def note_place(self, node: str, machine: str, address: str, gpus: Sequence[str]) -> None:
         """Notes that it listens, and where."""
         self.node, self.machine, self.address, self.gpus = node, machine, address, gpus
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether a rank of the job that starts will come to it: without an actor, it could not start."""
-        return self.number >= 0 and not self.used
 
 
 @final
@@ -166,7 +160,7 @@ class ActorRegistry:
             self._changed.wait_for(lambda: self._closed or self._free(take) is not None, self._seconds)
             actor = self._free(take)
             if actor is not None:
-                actor.rank, actor.channel, actor.used = take.rank, channel, True
+                actor.rank, actor.channel, actor.number = take.rank, channel, -1
                 self._changed.notify_all()
             return actor
 

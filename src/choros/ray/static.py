@@ -1,7 +1,5 @@
 """Jobs that are not elastic: ``start`` starts the ranks, which run one call after the other until ``shutdown``."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from choros import durations
 from choros.errors import LaunchError, WorkerFailed
-from choros.launch.run import pack
+from choros.launch.bootstrap import pack
 from choros.ray.job import RayJob, RaySettings, raise_cause
 from choros.ray.rank import serve_calls
 from choros.ray.registry import ActorRegistry, RankActor

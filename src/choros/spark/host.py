@@ -58,7 +58,7 @@ def main() -> None:
         if index == 0:
             returned: Any = _run(job, machines, partial(_answer, answers), partial(_end, scratch))
         else:
-            returned = serve_host(_as_host(machines, index, port), job.start, _show)
+            returned = serve_host(_as_host(machines, index, port), job.start)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _answer(answers, cloudpickle.dumps(returned))
@@ -80,10 +80,6 @@ def _end(scratch: str) -> NoReturn:
 def _answer(answers: IO[bytes], message: Any) -> None:
     pickle.dump(message, answers)
     answers.flush()
-
-
-def _show(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
 
 
 def _run(
@@ -125,7 +121,7 @@ def _with_hosts(
     hub = Hub(_as_host(machines, 0, 0))
     stack.callback(hub.close, 0)
     answer(hub.port)
-    return hub.gather(job.arguments, job.start, _show)
+    return hub.gather(job.arguments, job.start)
 
 
 def _as_host(machines: tuple[Machine, ...], index: int, port: int) -> ClusterHost:

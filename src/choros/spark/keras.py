@@ -23,7 +23,7 @@ import cloudpickle
 
 from choros.errors import ConfigError
 from choros.parallel.structure import leaves
-from choros.spark.parameters import COMMON, EstimatorModel, FitPlan, Predict, RowsEstimator, with_parameters
+from choros.spark.parameters import COMMON, EstimatorModel, FitPlan, Predict, RowsEstimator
 from choros.spark.rows import ParquetRows, local_path
 
 __all__ = ["KerasEstimator", "KerasModel"]
@@ -35,8 +35,7 @@ _KERAS: Mapping[str, tuple[Any, str]] = {
 
 
 @final
-@with_parameters(COMMON, _KERAS)
-class KerasEstimator(RowsEstimator):
+class KerasEstimator(RowsEstimator, tables=[COMMON, _KERAS]):
     """Trains a Keras model on the rows of a DataFrame; its parameters have Horovod's names, see ``docs/spark.md``."""
 
     lacking = ("gradient_compression",)
@@ -76,10 +75,8 @@ class KerasEstimator(RowsEstimator):
                 "verbose": self.value("verbose"),
             },
         }
-        env = {**plan.env, "KERAS_BACKEND": keras.backend.backend()}
-        commits = plan.store.commits(plan.run_id)
-        results = plan.backend.run(train, (plan, rows, held_out), given, env=env, commit_dir=commits)
-        weights, history, widths = results[0]
+        call = partial(train, plan, rows, held_out, **given)
+        weights, history, widths = plan.run(call, KERAS_BACKEND=keras.backend.backend())
         trained = loaded(given["model"], objects)
         trained.set_weights(weights)
         return KerasModel(

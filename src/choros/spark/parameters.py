@@ -58,19 +58,6 @@ UNUSED = (
 )  # fmt: skip
 
 
-def with_parameters(*tables: Mapping[str, tuple[Any, str]]) -> Callable[[type], type]:
-    """Adds to a class of ``Params`` the parameters of the tables, with ``getFeatureCols`` and ``setFeatureCols``."""
-
-    def add(kind: Any) -> Any:
-        kind.defaults = {name: default for table in tables for name, (default, _) in table.items()}
-        for table in tables:
-            for name, (_, text) in table.items():
-                _add_parameter(kind, name, text)
-        return kind
-
-    return add
-
-
 def _add_parameter(kind: Any, name: str, text: str) -> None:
     def get(self: Any) -> Any:
         return self.getOrDefault(name)
@@ -85,11 +72,20 @@ def _add_parameter(kind: Any, name: str, text: str) -> None:
 
 
 class Parameterized(Params):
-    """What estimators and models have in common: the constructor takes the parameters by their names."""
+    """What estimators and models have in common: the constructor takes the parameters, those of the ``tables`` of its
+    class, by their names; ``getFeatureCols`` and ``setFeatureCols`` are methods.
+    """
 
     defaults: Mapping[str, Any] = {}
     #: Those of the table that this class does not carry out.
     lacking: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, tables: Sequence[Mapping[str, tuple[Any, str]]] = ()) -> None:
+        super().__init_subclass__()
+        rows = {name: row for table in tables for name, row in table.items()}
+        cls.defaults = {**cls.defaults, **{name: default for name, (default, _) in rows.items()}}
+        for name, (_, text) in rows.items():
+            _add_parameter(cls, name, text)
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
@@ -138,6 +134,11 @@ class FitPlan:
     def columns(self) -> tuple[str, ...]:
         """The columns that ranks read, each once: a label may be a feature, too."""
         return tuple(dict.fromkeys((*self.features, *self.labels, *([self.weights] if self.weights else []))))
+
+    def run(self, train: Callable[[], Any], **env: str) -> Any:
+        """Returns what ``train`` returns on the first rank; a run that exists goes on from its last commit."""
+        commits = self.store.commits(self.run_id)
+        return self.backend.run(train, env={**self.env, **env}, commit_dir=commits)[0]
 
 
 def fit_plan(estimator: Parameterized) -> FitPlan:
@@ -211,8 +212,7 @@ _PREDICTED = "__choros_predicted"
 Predict = Callable[..., Sequence[Any]]
 
 
-@with_parameters(_MODEL)
-class EstimatorModel(Model, Parameterized):
+class EstimatorModel(Model, Parameterized, tables=[_MODEL]):
     """A model that an estimator returns; ``widths``: how many values each output has for a row. ``transform`` adds a
     column for each: a number, if it has one value, else a vector.
     """

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any, TextIO, TypeVar, final
 
 from choros.errors import ConfigError
+from choros.launch.bootstrap import pack
 from choros.launch.plan.arguments import Arguments
-from choros.launch.run import arguments_in_python, pack
+from choros.launch.run import arguments_in_python
 from choros.launch.run import run as run_here
 from choros.spark.driver import active_context, run_job, show_in
 from choros.spark.plan import VISIBLE, SparkJob

@@ -23,7 +23,7 @@ import numpy as np
 
 from choros.errors import ConfigError
 from choros.parallel.structure import map_structure
-from choros.spark.parameters import COMMON, EstimatorModel, FitPlan, Predict, RowsEstimator, with_parameters
+from choros.spark.parameters import COMMON, EstimatorModel, FitPlan, Predict, RowsEstimator
 from choros.spark.rows import ParquetRows
 
 __all__ = ["TorchEstimator", "TorchModel"]
@@ -35,8 +35,7 @@ _TORCH: Mapping[str, tuple[Any, str]] = {
 
 
 @final
-@with_parameters(COMMON, _TORCH)
-class TorchEstimator(RowsEstimator):
+class TorchEstimator(RowsEstimator, tables=[COMMON, _TORCH]):
     """Trains a module on the rows of a DataFrame; its parameters have Horovod's names, see ``docs/spark.md``. Inputs
     and labels are float32, as in Horovod.
     """
@@ -61,8 +60,7 @@ class TorchEstimator(RowsEstimator):
             self.value("batch_size") * plan.size,
             **{each.name: self.value(each.name) for each in fields(TorchTask) if each.name in self.defaults},
         )
-        commits = plan.store.commits(plan.run_id)
-        data, history, widths = plan.backend.run(train, (task,), env=plan.env, commit_dir=commits)[0]
+        data, history, widths = plan.run(partial(train, task))
         model, optimizer = cloudpickle.loads(data)
         return TorchModel(
             model=model,

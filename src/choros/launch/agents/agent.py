@@ -6,7 +6,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, final
 
@@ -22,6 +22,7 @@ from choros.launch.agents.messages import (
     CommandExit,
     CommandOutput,
     RunCommand,
+    say,
 )
 from choros.launch.plan.environment import without_launchers
 from choros.launch.processes.process_tree import (
@@ -43,19 +44,19 @@ _AT_ONCE = 1 << 16
 _WRAPPER = "launch/wrapper/__main__.py"
 
 
-def serve_host(cluster: ClusterHost, seconds: float, show: Callable[[str], None]) -> int:
+def serve_host(cluster: ClusterHost, seconds: float) -> int:
     """Runs the ranks of this host for the chorosrun on the first one, which must come within ``seconds``; returns the
     job's exit code. ``PeerLostError``: that chorosrun has gone.
     """
     address = str(Master(cluster.first, cluster.port))
-    hub = _connected(cluster, address, seconds, show)
+    hub = _connected(cluster, address, seconds)
     set_option(CHILD_SUBREAPER, 1)  # mpirun's daemon leaves its parent
     commands = _Commands(hub, without_launchers(os.environ))
     for number in _LEAVES:
         signal.signal(number, lambda *_: commands.leave())
     try:
         hub.send(AgentReady(cluster.index, cluster.slots or 1, _own_name()))
-        show(f"chorosrun: this host runs ranks for chorosrun on {cluster.first}, which shows what they print.")
+        say(f"this host runs ranks for chorosrun on {cluster.first}, which shows what they print.")
         while isinstance(message := hub.receive(), RunCommand):
             commands.obey(message)
     except ChannelClosed as error:
@@ -76,7 +77,7 @@ def _own_name() -> str:
     return os.uname().nodename if full.startswith("localhost") else full
 
 
-def _connected(cluster: ClusterHost, address: str, seconds: float, show: Callable[[str], None]) -> Channel:
+def _connected(cluster: ClusterHost, address: str, seconds: float) -> Channel:
     key = job_key(os.environ, [address])
     deadline, said = time.monotonic() + seconds, False
     while True:
@@ -91,7 +92,7 @@ def _connected(cluster: ClusterHost, address: str, seconds: float, show: Callabl
                     f"connections at this port ({error.__cause__})."
                 ) from error
             said = True
-            show(f"chorosrun: waiting for chorosrun on {address}, the first host of {cluster.name} …")
+            say(f"waiting for chorosrun on {address}, the first host of {cluster.name} …")
 
 
 @final

@@ -24,6 +24,7 @@ from choros.launch.agents.messages import (
     HostSlots,
     RunCommand,
     ShellCommand,
+    say,
 )
 from choros.launch.plan.arguments import Arguments
 from choros.launch.plan.hosts import Host, total_slots
@@ -89,7 +90,7 @@ class Hub:
     def _present(self) -> tuple[Host, ...]:
         return tuple(host for host in self.hosts if host is self._own or host.name in self._agents)
 
-    def gather(self, arguments: Arguments, seconds: float, show: Callable[[str], None]) -> Arguments:
+    def gather(self, arguments: Arguments, seconds: float) -> Arguments:
         """Waits for the cluster's hosts, or for slots for all ranks; after ``seconds`` those of an elastic job's fewest
         suffice, else HostUnreachable. Returns ``arguments`` of a job on the hosts that are there, and in an elastic job
         on those that come.
@@ -103,9 +104,7 @@ class Hub:
                 if now >= deadline:
                     break
                 if now >= shown:
-                    show(
-                        f"chorosrun: waiting for {lacking} of {self._cluster.name}, for up to {deadline - now:.0f} s …"
-                    )
+                    say(f"waiting for {lacking} of {self._cluster.name}, for up to {deadline - now:.0f} s …")
                     shown = now + durations.AGENTS_SHOWN
                 self._changed.wait(min(deadline, shown) - now)
             there = self._present

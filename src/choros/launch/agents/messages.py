@@ -1,5 +1,6 @@
-"""What hub, agents and shells send one another."""
+"""What hub, agents and shells send one another, and say to users."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,12 @@ HUB = "chorosrun"
 LOST = 255
 #: From an agent: its host is about to go.
 HOST_LEAVES = "host leaves"
+
+
+def say(text: str) -> None:
+    """Says something of this host on standard error."""
+    sys.stderr.write(f"chorosrun: {text}\n")
+    sys.stderr.flush()
 
 
 @dataclass(frozen=True)

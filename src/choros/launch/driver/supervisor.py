@@ -146,7 +146,7 @@ class Supervisor:
         if not data:
             self._loop.forget(pipe)
             self._pipes.discard(pipe)
-        for item in reader.feed(data) if data else reader.end():
+        for item in reader.feed(data):
             if not isinstance(item, str):
                 self._on_frame(item)
                 continue

@@ -148,15 +148,9 @@ class FrameReader:
         self._unfinished = b""
 
     def feed(self, data: bytes) -> Iterator[Frame | str]:
-        """Yields the frames and lines that ``data`` completes."""
-        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
-        for line in lines:
-            yield from self._parts(line)
-
-    def end(self) -> Iterator[Frame | str]:
-        """Yields the unfinished line at the end of the output."""
-        line, self._unfinished = self._unfinished, b""
-        if line:
+        """Yields the frames and lines that ``data`` completes; empty data are the end of the output."""
+        *lines, self._unfinished = (self._unfinished + (data or b"\n")).split(b"\n")
+        for line in lines if data else filter(None, lines):
             yield from self._parts(line)
 
     @staticmethod

@@ -33,14 +33,14 @@ STACKS = signal.SIGPROF
 
 @dataclass(frozen=True)
 class WrapperOptions:
-    """What chorosrun tells the wrappers, in their first argument. ``stdin``: rank 0 gets a payload there.
-    ``events``: all, not only those chorosrun needs. ``gated``: this process has the key of mpirun's gate. ``elastic``:
-    others go on, so the wrapper ends with its rank. ``new_rank``: see ``CHOROS_NEW_RANK``.
+    """What chorosrun tells the wrappers, in their first argument. ``call``: the command is ``launch/bootstrap.py``, to
+    which rank 0 passes a payload, and whose results are sent. ``events``: all, not only those chorosrun needs.
+    ``gated``: this process has the key of mpirun's gate. ``elastic``: others go on, so the wrapper ends with its rank.
+    ``new_rank``: see ``CHOROS_NEW_RANK``.
     """
 
     bind: bool = True
-    stdin: bool = False
-    result: bool = False
+    call: bool = False
     events: bool = False
     ranks_per_host: Sequence[int] = ()
     restarts: int = 0

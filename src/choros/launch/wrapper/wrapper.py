@@ -236,7 +236,7 @@ class Wrapper:
         if self._memory is not None:
             environ[VARIABLE] = str(self._memory.path)
         if options.elastic:  # the argv that starts a further rank; {new_rank} stands for that option
-            others = replace(options, new_rank="{new_rank}", stdin=False, ranks_per_host=())
+            others = replace(options, new_rank="{new_rank}", ranks_per_host=())
             spawn = [sys.executable, "-I", "-S", sys.argv[0], str(others), *self._command]
             environ[VARIABLES["spawn"].name] = json.dumps(spawn)
         one_host, has_memory = topology.local_size == topology.size, VARIABLE in environ
@@ -267,7 +267,7 @@ class Wrapper:
     def _start(self) -> subprocess.Popen[bytes]:
         environ = {**self._environ, **self._output.restart()}
         pipes = [(EVENTS, EVENTS_FD, EVERY_EVENT if self._options.events else "")]
-        pipes += [(RESULT, RESULT_FD, "")] if self._options.result else []
+        pipes += [(RESULT, RESULT_FD, "")] if self._options.call else []
         writers: list[int] = []
         for name, variable, suffix in pipes:
             reader, writer = os.pipe()
@@ -275,7 +275,8 @@ class Wrapper:
             writers.append(writer)
             os.set_inheritable(writer, True)
             environ[variable] = f"{writer}{suffix}"
-        gets_payload, wrapper = self._options.stdin and self._topology.rank == 0, os.getpid()
+        is_first = self._topology.rank == 0 and not self._options.new_rank
+        gets_payload, wrapper = self._options.call and is_first, os.getpid()
         try:
             self._process = process = subprocess.Popen(
                 self._command,
