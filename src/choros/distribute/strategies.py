@@ -258,7 +258,9 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         raise StrategyError(
             "experimental_set_strategy was called inside a strategy's scope: call it outside of all `with` blocks."
         )
-    here.leaving.close()
-    if strategy is not None:
-        here.leaving.enter_context(strategy.scope())
-    here.lasting = here.depth
+    try:
+        here.leaving.close()
+        if strategy is not None:
+            here.leaving.enter_context(strategy.scope())
+    finally:
+        here.lasting = here.depth
