@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from choros.errors import LaunchError
-from choros.launch.processes.directories import VARIABLE, job_directories, remove_stale, shared_memory
+from choros.launch.processes.directories import VARIABLE, Directory, job_directories, remove_stale, shared_memory
 from choros.launch.protocol.wrapper_options import JOB
 
 
@@ -73,6 +73,21 @@ def test_only_unlocked_directories_are_stale(tmp_path):
         other.wait()
         remove_stale(tmp_path)
     assert os.listdir(tmp_path) == ["choros-unrelated"]
+
+
+def test_a_directory_that_another_job_has_removed_and_a_new_one_made_again_is_not_stale(tmp_path, monkeypatch):
+    path, lock, made = tmp_path / "choros-job-a", fcntl.flock, []
+    path.mkdir()
+
+    def late(descriptor, operation):
+        if operation & fcntl.LOCK_EX and not made:
+            path.rmdir()
+            made.append(Directory.acquire(path))
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    remove_stale(tmp_path)
+    assert made[0].path.exists()
 
 
 def test_the_directory_of_a_daemon_that_was_killed_is_stale_with_its_job(tmp_path, monkeypatch):

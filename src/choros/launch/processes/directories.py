@@ -160,7 +160,8 @@ def remove_stale(*roots: Path) -> None:
         for path in (*root.glob(_MEMORY + "*"), *root.glob(SESSION + "*")):
             with contextlib.suppress(OSError), owned_directory(path) as descriptor:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process may have locked it
-                _remove_with_daemons(path)
+                if os.fstat(descriptor).st_ino == path.lstat().st_ino:  # or have removed it; that is a job's new one
+                    _remove_with_daemons(path)
 
 
 def _remove_with_daemons(path: Path) -> None:
