@@ -209,9 +209,9 @@ def opening(*, admits: bool = True) -> Iterator[None]:
         job.openings -= 1
 
 
-def is_nested() -> bool:
-    """Whether the program is in an opening that is a part of another one, such as ``fit`` in ``elastic.run``."""
-    return _current("is_nested()").openings > 1
+def openings() -> int:
+    """How many openings the program is in: two in ``fit`` that is called in a function of ``elastic.run``."""
+    return 0 if _job is None else _job.openings
 
 
 def admit() -> bool:

@@ -3,7 +3,9 @@ these functions, so callers take them from the module.
 """
 
 import enum
+import itertools
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import choros.comm as comm
@@ -13,6 +15,7 @@ from choros.parallel import objects
 from choros.settings import current
 
 T = TypeVar("T")
+_calls = itertools.count(1)
 
 
 class HostUpdate(enum.IntEnum):
@@ -44,8 +47,17 @@ def opening() -> AbstractContextManager[None]:
 
 
 def pending() -> HostUpdate:
-    """How the ranks are about to change, as far as this process knows."""
-    return HostUpdate.ADDED if global_process_set.communicator.noticed & comm.NEWCOMER else HostUpdate.NONE
+    """How the ranks are about to change, as far as this process knows; a nested function takes none in."""
+    return (
+        HostUpdate.ADDED
+        if not is_nested() and global_process_set.communicator.noticed & comm.NEWCOMER
+        else HostUpdate.NONE
+    )
+
+
+def is_nested() -> bool:
+    """Whether the present block is in another one."""
+    return comm.openings() > 1
 
 
 def is_new() -> bool:
@@ -65,6 +77,6 @@ def shared_result(own: T) -> T:
 
 
 def commits() -> CommitStore | None:
-    """The commits on disk; ``None`` if commits are only in memory."""
-    directory = current().commit_dir
-    return CommitStore(directory) if directory else None
+    """The commits on disk of the next function that is called; ``None`` if commits are only in memory."""
+    number, directory = next(_calls), current().commit_dir
+    return CommitStore(Path(directory) / f"run-{number}") if directory else None

@@ -89,7 +89,9 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
         failures, commits, present = 0, 0, job.members()
         fewest = present
         with job.opening(), job.raising(), ExitStack() as stack:
-            stack.callback(watch_signals(lambda: job.commits() is not None))
+            is_nested = job.is_nested()
+            state._store = None if is_nested else job.commits()
+            stack.callback(watch_signals(None if is_nested else lambda: state._store is not None))
             # A new rank calls the callbacks, too: they may communicate. It receives the state of the others.
             must_reset, must_load, skip_sync = job.is_new(), not job.is_new(), False
             has_state = not job.is_new()
@@ -99,13 +101,13 @@ def run_fn(func: Callable[..., R], reset: Callable[[], None]) -> Callable[..., R
                         state.load()
                         must_load = False
                     before = job.members()
-                    if not job.admit():
+                    if not is_nested and not job.admit():
                         return cast(R, None)
                     if must_reset or job.members() > before:
                         reset()
                         state.on_reset()
                     present = job.members()
-                    if not skip_sync:
+                    if not skip_sync or job.members() > before:
                         state.sync()
                     has_state = True
                     return func(state, *args, **kwargs)

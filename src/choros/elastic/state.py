@@ -13,6 +13,7 @@ import numpy as np
 from choros.comm import Reduction, global_process_set
 from choros.comm.context import rank
 from choros.elastic import job
+from choros.elastic.commit_store import CommitStore
 from choros.elastic.job import HostUpdate
 from choros.elastic.preemption import end_job, job_ends, leave_if_asked
 from choros.errors import HostsUpdatedInterrupt
@@ -38,6 +39,8 @@ class State:
         self._update = HostUpdate.NONE
         self._reset_callbacks: list[Callable[[], None]] = []
         self._commits = 0
+        #: That of the function of ``elastic.run`` which was called with it last.
+        self._store: CommitStore | None = None
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Adds functions without arguments that are called when the ranks have changed, before the next ``sync``.
@@ -82,9 +85,8 @@ class State:
     def _commit(self) -> None:
         self.save()
         self._commits += 1
-        store = job.commits()
-        if store is not None and self._rank() == 0:
-            store.write({_PICKLED: cloudpickle.dumps(self.committed())})
+        if self._store is not None and self._rank() == 0:
+            self._store.write({_PICKLED: cloudpickle.dumps(self.committed())})
 
     def check_host_updates(self) -> None:
         """Raises on all ranks if one of them knows that hosts were added or will be removed; once all have batches.
@@ -108,7 +110,7 @@ class State:
 
         All ranks must call it together.
         """
-        store = job.commits()
+        store = self._store
         last = None if store is None else object_of_first(partial(store.load_last, own=True))
         if last is not None:
             self.use(cloudpickle.loads(last[_PICKLED]))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 import keras
 import numpy as np
 
-from choros.comm import NEWCOMER, global_process_set, on_change
+from choros.comm import NEWCOMER, global_process_set, on_change, openings
 from choros.comm.primitives import Change
 from choros.data.epochs import EpochData
 from choros.data.plan import Ledger, ShardBatches
@@ -82,7 +82,8 @@ class ElasticEpochs:
         with ExitStack() as stack:
             stack.callback(setattr, self, "ledger", None)
             stack.callback(on_change(self._on_change))
-            stack.callback(watch_signals(commits=lambda: self.commit is not None))
+            # In another opening, the state of which this call is a part is what is committed.
+            stack.callback(watch_signals(None if openings() else lambda: self.commit is not None))
             try:
                 yield
             except PeerLostError:
@@ -165,6 +166,7 @@ class ElasticEpochs:
             self._end_if_asked()
             if self.admit is None or not communicator.noticed & NEWCOMER or not self._has_place:
                 break
+            self._steps.join()  # so that the state which it receives is that of all
             order, self._order = self._order, self._order_of(self.data.epoch)
             if self.admit(self.data.epoch) and self.ledger is not None:
                 self._committed = self.ledger.steps  # a new rank counts from here

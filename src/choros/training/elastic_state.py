@@ -11,7 +11,7 @@ from choros.comm import global_process_set
 from choros.elastic.state import ObjectState, State
 from choros.errors import ConfigError, HostsUpdatedInterrupt
 from choros.training.distributed_optimizer import commit_together, cut_anew, reduce_early, reducer_of
-from choros.training.keras_internals.fit import drop_jax_state
+from choros.training.keras_internals.fit import drop_jax_state, sync_jax_state
 from choros.training.keras_internals.models import is_built, optimizers_of
 from choros.training.sliced_optimizer import assign_whole, has_slices, whole_values
 from choros.training.trainer import model_variables
@@ -98,6 +98,7 @@ class KerasState(VariablesState):
 
     def save(self) -> None:
         """Copies the values and the objects; the gradients of micro-batches since the last update are among them."""
+        sync_jax_state(self.model)
         for each in self._optimizers:
             reduce_early(each)
         super().save()

@@ -6,7 +6,7 @@ job is asked to end; new ranks receive it, and take the places of lost ones betw
     chorosrun --commit-dir runs/commits -np 4 --min-np 2 python train.py
 
     runs/commits/fit-1/commit-00000003.npz      the script's first call of fit, after its third epoch
-    runs/commits/fit-2/…                        its second call
+    runs/commits/fit-2/…                        its second call, but for those in functions of elastic.run
 
 The same command, started again on any number of ranks, goes on in its call of ``fit``, in the middle of an epoch with
 the next batch; calls that are complete return. In a job under way::
@@ -34,7 +34,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -42,7 +41,7 @@ import keras
 import numpy as np
 
 from choros.arrays import adapter_of
-from choros.comm import Array, admit, global_process_set, is_nested
+from choros.comm import Array, admit, global_process_set, openings
 from choros.elastic.commit_store import CommitStore, is_plain
 from choros.elastic.preemption import end_job
 from choros.errors import ConfigError, PeerLostError
@@ -260,7 +259,9 @@ class RunCallback(keras.callbacks.Callback):
         super().__init__()
         self._average = average
         self._callbacks = [each.callback if isinstance(each, FirstRankCallback) else each for each in callbacks]
-        self._store = CommitStore(Path(directory) / f"fit-{next(_calls)}") if directory else None
+        # In another opening, the state of which this call is a part is what is committed.
+        commits = directory and not openings()
+        self._store = CommitStore(Path(directory) / f"fit-{next(_calls)}") if commits else None
         if self._store is not None and self._store.has_commits:
             for each in self._callbacks:
                 go_on(each)
@@ -274,6 +275,9 @@ class RunCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
         """Goes on from the last commit, which rank 0 reads, if there is one; a new rank waits until it is taken in."""
+        is_nested = openings() > 1
+        if is_nested:
+            self._store = None
         if self._store is None and not self._admits:
             return
         source = "the state" if self._store is None else f"the commit in {self._store.directory}"
@@ -281,7 +285,7 @@ class RunCallback(keras.callbacks.Callback):
         self._epochs = epochs = steps_of(self.model).epochs
         if epochs is not None:
             epochs.commit = None if self._store is None else self._commit
-            epochs.admit = self._admit if self._admits and not is_nested() else None
+            epochs.admit = self._admit if self._admits and not is_nested else None
         if self._admits and epochs is not None and not is_built(self.model):
             batch = epochs.example_batch()
             if batch is not None:
@@ -327,6 +331,8 @@ class RunCallback(keras.callbacks.Callback):
         set_initial_epoch(self.model, received["epoch"])
         if not is_built(self.model):
             build_from_batch(self.model, epochs.example_batch())
+        if received["position"]["ledger"] is not None:  # the job may end before this rank's first step
+            build_metrics(self.model, epochs.example_batch)
         self._run.restore(received)
         steps_of(self.model).cut_anew(joins=True)
 
@@ -393,8 +399,12 @@ class RunCallback(keras.callbacks.Callback):
                 return False
         if not admit():
             return False
-        position = None if self._epochs is None else self._epochs.position
-        object_of_first(partial(self._run.capture, epoch=epoch, position=position, joins=True))
+
+        def state() -> dict[str, Any]:  # if a rank is lost while it is sent, the ledger is another one
+            position = None if self._epochs is None else self._epochs.position
+            return self._run.capture(epoch=epoch, position=position, joins=True)
+
+        object_of_first(state)
         steps_of(self.model).cut_anew(joins=True)
         return True
 

@@ -435,7 +435,7 @@ def finalize() -> None:
     """Ends MPI, once, with the process. Ranks first meet and wait politely, as ``MPI_Finalize`` waits in C."""
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return
-    if _job.entrance is not None and _job.communicator is None:  # it was never taken in
+    if MPI.Comm.Get_parent() != MPI.COMM_NULL and _job.communicator is None:  # it was never taken in
         return
     if _job.admissions is not None:
         _job.admissions.end()
