@@ -50,6 +50,12 @@ _FILES = {"commit-": "commit", "checkpoint": "checkpoint"}
 _PRIMITIVES = ("_exchange", "_allreduce_anywhere", "_allgather", "_broadcast", "_settle")
 
 
+def process_above(name: str) -> int:
+    """The number of this rank's ``wrapper``, of ``mpirun`` or of ``chorosrun``."""
+    started = psutil.Process(int(os.environ.get("CHOROS_TEST_CLIENT", os.getpid())))  # by the wrapper
+    return started.parents()[("wrapper", "mpirun", "chorosrun").index(name)].pid
+
+
 @dataclass(frozen=True)
 class Fault:
     """A signal to one rank, or to another process of the job, or something else that goes wrong.
@@ -137,9 +143,8 @@ class Faults:
                     file.write(bytes(1 << 12))
             return
         number = signal.Signals[fault.what]
-        above = ("rank", "wrapper", "mpirun", "chorosrun").index(fault.to)
-        started = psutil.Process(int(os.environ.get("CHOROS_TEST_CLIENT", os.getpid())))  # by the wrapper
-        os.kill(started.parents()[above - 1].pid if above else os.getpid(), number)
+        above = fault.to != "rank"
+        os.kill(process_above(fault.to) if above else os.getpid(), number)
         # The signal must have come to this rank in this step. It may have come already, so that signal.pause() would
         # not end.
         while above and number not in (signal.SIGKILL, signal.SIGSTOP) and not self._communicator.notice:

@@ -5,7 +5,8 @@ Arguments: ``strategy`` or ``horovod``; where ranks are killed, such as ``1@5,2@
 ``waits``: the others wait in the middle of the epoch for a new rank; ``validates``: ranks are killed at the end of the
 first validation, before the others wait for new ones; ``begins``: likewise when training begins, and weights are not
 broadcast; ``joined``: rank 0 is killed while it takes a new rank in, and the loss has a second part, a mean;
-``sends``: it is killed as it would send its state to a new rank; ``cuts``: after that, as it would cut slices anew;
+``sends``: it is killed as it would send its state to a new rank, or chorosrun gets SIGTERM then (``ends``); ``cuts``:
+it is killed after that, as it would cut slices anew;
 ``joins:FILE``: the first new rank is killed while it joins, and creates this file; ``built``: the optimizer is built
 before ranks have slices of it. FIT_MOMENTUM as in ``fit_script.py``.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+from faults import process_above
 
 import choros
 import choros.distribute as dist
@@ -111,6 +113,16 @@ def captured(self, **given):
     return capture(self, **given)
 
 
+def captured_at_the_end(self, **given):
+    if given.get("joins") and communicator.rank == 0 and not communicator.notice:
+        os.kill(process_above("chorosrun"), signal.SIGTERM)
+        while not communicator.notice:
+            time.sleep(0.01)
+    return capture(self, **given)
+
+
+if "ends" in sys.argv:
+    run_state.RunState.capture = captured_at_the_end
 if "cuts" in sys.argv and number == 0 and not is_new:
     run_state.RunState.capture = captured
 died = next((Path(each.removeprefix("joins:")) for each in sys.argv if each.startswith("joins:")), None)

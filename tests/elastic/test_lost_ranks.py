@@ -518,8 +518,9 @@ def test_a_new_rank_joins_others_that_train_on_what_a_lost_one_has_left_over():
 )
 @pytest.mark.parametrize("api", ["strategy", "horovod"])
 def test_rank_0_is_lost_as_it_would_send_its_state_to_a_new_rank(framework, api):
-    """The next one that was there before sends its own, which is the same."""
+    """The next one that was there before sends its own, which is the same, and where it is in the epoch now."""
     assert new_ranks_of_fit(framework, api, "1@5", "-np", 3, more=["sends"]) == {0, 1}
+    assert new_ranks_of_fit(framework, api, "1@1", "-np", 3, more=["waits", "sends"]) == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -529,6 +530,16 @@ def test_a_rank_is_lost_before_a_new_one_begins_the_epoch_that_it_takes_over(fra
     """Slices are cut anew before that: the new rank's plan of the epoch is without it, too."""
     monkeypatch.setenv("CHOROS_SHARD_STATE", "1")
     assert new_ranks_of_fit(framework, "strategy", "1@1", "-np", 3, more=["waits", "cuts"]) == {0, 1}
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", pytest.param("jax", marks=pytest.mark.nightly)])
+def test_a_job_that_ends_before_the_first_step_of_a_new_rank_commits(framework, tmp_path):
+    skip_if_left_out(framework)
+    script = (sys.executable, HERE / "replaced_script.py", "strategy", "1@1", "waits", "ends")
+    flags = ("-np", 3, "--min-np", 1, "--commit-dir", tmp_path)
+    ended = run(*flags, *script, env={"KERAS_BACKEND": framework}, warm=True)
+    assert ended.code == 75, ended.err
+    assert list(tmp_path.glob("fit-1/*.npz"))
 
 
 def test_a_lost_rank_is_replaced_in_the_middle_of_an_epoch(tmp_path):
@@ -580,6 +591,21 @@ def test_a_new_rank_has_the_results_of_what_it_passes_by(api, framework, tmp_pat
     assert sorted((each["new"], each["size"]) for each in reports) == [(False, 3), (False, 3), (True, 3)]
     (own,) = (each["results"] for each in reports if each["new"])
     assert own in [each["results"] for each in reports if not each["new"]]
+
+
+@pytest.mark.parametrize(
+    "framework", ["torch", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("tensorflow", "jax"))]
+)
+def test_a_job_that_ends_in_a_fit_in_a_function_of_elastic_run_goes_on_from_its_state(framework, tmp_path):
+    """Each row is trained on in three calls of ``fit``, in the second of which the job is asked to end."""
+    skip_if_left_out(framework)
+    for code, what in ((75, "ends"), (0, "goes on")):
+        script = (sys.executable, HERE / "nested_script.py", what)
+        flags = ("-np", 3, "--min-np", 2, "--commit-dir", tmp_path)
+        ended = run(*flags, *script, env={"KERAS_BACKEND": framework}, warm=True)
+        assert ended.code == code, ended.err
+    assert [(each["result"], each["updates"]) for each in ended.reports] == [(3, 12)] * 3
+    assert os.listdir(tmp_path) == ["run-1"]
 
 
 @pytest.mark.parametrize(

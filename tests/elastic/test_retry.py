@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -190,6 +192,24 @@ def test_hosts_that_were_only_removed_need_no_sync(changing: Changing) -> None:
     assert caught.value.skip_sync
 
 
+def test_a_rank_that_is_taken_in_when_hosts_were_removed_gets_the_state(
+    changing: Changing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = [2]
+    monkeypatch.setattr(job, "members", lambda: present[0])
+
+    @run
+    def train(state: Any) -> None:
+        if state.step == 0:
+            state.step = 1
+            monkeypatch.setattr(job, "admit", lambda: present.insert(0, 3) or changing.admit())
+            state.on_hosts_updated(0.0, HostUpdate.REMOVED)
+            state.commit()
+
+    train(Traced(changing.calls, step=0))
+    assert changing.calls.count("sync") == 2
+
+
 def test_a_function_that_fails_again_and_again_fails(changing: Changing) -> None:
     calls = []
 
@@ -257,11 +277,58 @@ def test_run_fn_calls_reset_before_the_callbacks(changing: Changing) -> None:
 
 
 def test_a_started_job_goes_on_from_the_commit_on_disk(changing: Changing) -> None:
-    state = ObjectState(epoch=3, history=[1, 2])
-    state.commit()
+    run(lambda state: state.commit())(ObjectState(epoch=3, history=[1, 2]))
     new = ObjectState(epoch=0, history=[])
     run(lambda _: None)(new)
     assert (new.epoch, new.history) == (3, [1, 2])
+
+
+@pytest.fixture
+def commits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Commits on disk; the function that is returned begins the script anew."""
+    monkeypatch.setenv("CHOROS_COMMIT_DIR", str(tmp_path))
+
+    def begin() -> None:
+        monkeypatch.setattr(job, "_calls", itertools.count(1))
+
+    choros.init()
+    begin()
+    yield begin
+    choros.shutdown()
+
+
+def test_functions_have_commits_of_their_own(commits: Callable[[], None]) -> None:
+    @run
+    def train(state: Any, steps: int) -> int:
+        while state.step < steps:
+            state.step += 1
+            state.sum += 1
+            state.commit()
+        return int(state.sum)
+
+    for _ in range(2):
+        assert [train(ObjectState(step=0, sum=0), steps) for steps in (5, 3, 7)] == [5, 3, 7]
+        commits()
+
+
+def test_a_function_in_another_has_commits_in_memory(commits: Callable[[], None]) -> None:
+    @run
+    def inner(state: Any) -> None:
+        state.step += 1
+        state.commit()
+
+    @run
+    def outer(state: Any, folds: int) -> None:
+        while state.folds < folds:
+            inner(ObjectState(step=0))
+            state.folds += 1
+            state.commit()
+
+    for folds in (2, 3):
+        state = ObjectState(folds=0)
+        outer(state, folds)
+        assert state.folds == folds
+        commits()
 
 
 def test_objects_that_change_in_place_are_restored() -> None:

@@ -70,7 +70,8 @@ class State:
         self._update = max(self._update, HostUpdate(update_res))
 
     def commit(self) -> None:
-        """Saves the state in memory, and on disk if the job has a directory of commits; then ``check_host_updates``.
+        """Saves the state in memory; in a function of ``elastic.run`` also on disk, if the job has a directory of
+        commits; then ``check_host_updates``.
 
         All ranks must call it at the same step. A rank that was asked to end by SIGTERM or SIGUSR1 does it here.
 
