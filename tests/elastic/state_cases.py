@@ -115,6 +115,10 @@ def case_commits_during_an_epoch_have_the_weights_of_the_step():
     own.fit(X, Y, batch_size=8, verbose=0, callbacks=[Records(), Counts(state, 2)])
     assert_same(commits, [seen[1], seen[3], seen[3]])
     assert len(counted) == 3
+    seen.clear(), commits.clear()
+    by_the_script = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: state.commit())
+    own.fit(X, Y, batch_size=8, verbose=0, callbacks=[by_the_script, Records()])
+    assert_same(commits, seen)
 
 
 def case_commits_change_nothing_for_a_rank_without_batches():

@@ -160,6 +160,13 @@ def test_what_is_logged_is_the_sentence_of_the_host(changing: Changing, caplog: 
     assert caplog.messages == ["training goes on from the last commit: rank 1 was lost"]
 
 
+def test_a_function_in_another_takes_in_no_rank(changing: Changing) -> None:
+    """It would be one that waits in the other."""
+    inner = run(lambda state: state.commit())
+    run(lambda _: inner(ObjectState()))(ObjectState())
+    assert changing.calls.count("admit") == 1
+
+
 def test_changed_hosts_keep_the_state(changing: Changing) -> None:
     seen = []
 
