@@ -265,14 +265,15 @@ class _Touches:
 @USERS
 @pytest.mark.parametrize("theirs", ["directory", "file", "mode"])
 def test_no_commit_is_unpickled_that_others_can_have_written(user: int, theirs: str, shared: Path) -> None:
-    commits, marker = shared / "commits", shared / "ran"
+    commits, marker = shared / "commits" / "run-1", shared / "ran"
     CommitStore(commits).write({"pickled state": cloudpickle.dumps({"steps": _Touches(marker)})})
     (file,) = commits.glob("*.npz")
     for path, is_theirs in ((commits, theirs == "directory"), (file, theirs == "file")):
         os.chown(path, *[OTHER if is_theirs else user] * 2)
+    os.chown(commits.parent, user, user)
     if theirs == "mode":
         commits.chmod(0o777)
-    command = ["-np", 1, "--commit-dir", commits, sys.executable, RANKS]
+    command = ["-np", 1, "--commit-dir", commits.parent, sys.executable, RANKS]
     with Running(*command, start=started_by(user)) as running:
         ended = running.end()
     assert ended.code == 1
