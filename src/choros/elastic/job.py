@@ -48,11 +48,8 @@ def opening() -> AbstractContextManager[None]:
 
 def pending() -> HostUpdate:
     """How the ranks are about to change, as far as this process knows; a nested function takes none in."""
-    return (
-        HostUpdate.ADDED
-        if not is_nested() and global_process_set.communicator.noticed & comm.NEWCOMER
-        else HostUpdate.NONE
-    )
+    comes = global_process_set.communicator.noticed & comm.NEWCOMER and not is_nested()
+    return HostUpdate.ADDED if comes else HostUpdate.NONE
 
 
 def is_nested() -> bool:

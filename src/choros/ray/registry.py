@@ -130,7 +130,7 @@ class ActorRegistry:
             return
         try:
             channel.send((actor.address, self._devices_on(actor.machine)))
-            self._ranks[channel] = take  # from now on it is told which actors are vacant
+            self._ranks[channel] = take  # from now on it hears which actors are vacant
             if self._closed:
                 return
             self._tell()
