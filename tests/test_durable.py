@@ -52,6 +52,16 @@ def test_what_is_written_to_a_pipe_replaces_nothing(tmp_path: Path) -> None:
         os.close(each)
 
 
+def test_what_is_written_to_an_open_file_does_not_take_its_place(tmp_path: Path) -> None:
+    with (tmp_path / "output").open("w+") as output:  # as of ``choros … --json /dev/stdout > output``
+        os.symlink(f"/dev/fd/{output.fileno()}", tmp_path / "link")
+        for name in (f"/proc/self/fd/{output.fileno()}", tmp_path / "link"):
+            with unfinished(name) as path:
+                path.write_text(f"record of {name}")
+            assert output.seek(0) == 0
+            assert output.read() == f"record of {name}"
+
+
 def test_the_next_write_removes_what_killed_processes_have_left_and_nothing_of_living_ones(tmp_path: Path) -> None:
     killed = (
         "import os, signal, sys; from choros.durable import unfinished\n"

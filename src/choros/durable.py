@@ -56,8 +56,13 @@ def unfinished(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def is_special(path: Path) -> bool:
-    """Whether it is a device or a pipe, as ``/dev/stdout``: what is written there replaces nothing."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+    """Whether it is a device, a pipe or an open file, as ``/dev/stdout``: what is written there replaces nothing."""
+    path = path.parent.resolve() / path.name
+    if not path.exists():
+        return False
+    if path.is_symlink() and not path.is_relative_to("/proc"):
+        return is_special(path.parent / path.readlink())
+    return path.is_relative_to("/proc") or not (path.is_file() or path.is_dir())
 
 
 @contextmanager

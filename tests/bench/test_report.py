@@ -107,7 +107,8 @@ def test_json_is_written_atomically(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_written_are_rejected_at_the_start(tmp_path: Path) -> None:
     check_writable("--json", tmp_path / "new")
-    check_writable("--json", Path("/dev/stdout"))
+    for device in ("/dev/null", "/dev/stdout"):
+        check_writable("--json", Path(device))
     for path in (tmp_path, tmp_path / "missing" / "file"):
         with pytest.raises(ConfigError, match="cannot be written"):
             check_writable("--json", path)
