@@ -8,7 +8,7 @@ broadcast; ``joined``: rank 0 is killed while it takes a new rank in, and the lo
 ``sends``: it is killed as it would send its state to a new rank, or chorosrun gets SIGTERM then (``ends``); ``cuts``:
 it is killed after that, as it would cut slices anew;
 ``joins:FILE``: the first new rank is killed while it joins, and creates this file; ``built``: the optimizer is built
-before ranks have slices of it. FIT_MOMENTUM as in ``fit_script.py``.
+before ranks have slices of it. FIT_MOMENTUM as in ``fit_script.py``. A job that is started again has no faults.
 """
 
 import contextlib
@@ -34,6 +34,9 @@ from choros.training.sliced_optimizer import state_of, whole_values
 ROWS, BATCH = 203, 16
 api, kills = sys.argv[1], dict(tuple(map(int, each.split("@"))) for each in sys.argv[2].split(",") if each)
 started = os.getpid()
+is_restarted = "CHOROS_RESTARTS" in os.environ
+if is_restarted:  # without faults
+    kills, sys.argv[3:] = {}, []
 
 
 class Total(keras.losses.Loss):
@@ -94,7 +97,7 @@ class StopWhenReplaced(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self.epochs += 1
-        self.model.stop_training = self.epochs >= 3 and hvd.size() == most > self.fewest
+        self.model.stop_training = self.epochs >= 3 and hvd.size() == most and (most > self.fewest or is_restarted)
 
 
 hvd.init()

@@ -734,6 +734,14 @@ def test_a_new_rank_receives_its_slices(framework, more, sharded):
     assert new_ranks_of_fit(framework, "strategy", kills, "-np", 3, more=more) == {1}
 
 
+def test_a_new_rank_that_is_left_alone_before_it_has_its_slices_does_not_go_on_without_them(sharded):
+    script = (sys.executable, HERE / "replaced_script.py", "strategy", "1@1", "waits", "cuts")
+    ended = run("-np", 2, "--min-np", 1, *script, env={"KERAS_BACKEND": "torch"}, warm=True)
+    assert ended.code == 0, ended.err
+    assert "lost, and with them a slice of the optimizer's state and its copy; it is started again" in ended.err
+    assert [(each["wrong"], each["size"], each["epochs"]) for each in ended.reports] == [({}, 2, 3)] * 2
+
+
 def test_a_new_rank_in_slices_releases_the_whole_state_that_it_came_with(sharded):
     assert new_ranks_of_fit("torch", "horovod", "1@5", "-np", 3, more=["built"]) == {1}
 

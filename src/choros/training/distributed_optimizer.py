@@ -291,6 +291,8 @@ def _cut_anew(optimizer: Any) -> None:
     process_set = reducer.reducer.config.process_set
     communicator = process_set.communicator
     reducer.synchronize()
+    if state.slices.is_new:
+        state.slices.join(state.slices.holders.without(state.slices.holders.members))
     with doing("building_slices"), _as_one_replica(), keras.name_scope(optimizer.name):
         holders, begun, values = object_of_first(
             lambda: (state.slices.holders, reducer.begun, list(map(host_value, undivided(optimizer))))

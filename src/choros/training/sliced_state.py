@@ -45,6 +45,7 @@ class Slices:
         by_item: whether variables are cut.
         is_inside: whether the optimizer is in another one, as in LossScaleOptimizer.
         receives_whole: whether each rank receives whole gradients, as it has two slices.
+        is_new: whether others had not taken this rank in: it has none of the state of what they train.
         is_replaced: whether slices were cut anew since.
         seen: the members in the last update, which all have seen together.
     """
@@ -61,6 +62,7 @@ class Slices:
         self.is_replaced = False
         self.seen = self.holders.members
         self._present = communicator.launched
+        self.is_new = communicator.is_new
         if self.receives_whole and process_set is global_process_set:
             on_change(self._on_change)
         self.by_item = works_by_item(optimizer)
