@@ -36,6 +36,14 @@ def test_the_same_command_goes_on_in_the_middle_of_an_epoch(framework, api, tmp_
         assert report["rows"] == [203.0] * 3  # the metrics of the second epoch are those of all three runs
 
 
+def test_a_job_ends_where_only_some_ranks_have_another_batch(tmp_path):
+    commits = ("--commit-dir", tmp_path)
+    fit("torch", "0@11=SIGTERM!", rows=193, code=75, more=commits)  # the last batch of an epoch has one row
+    ended, reports = fit("torch", "", rows=193, more=commits)
+    assert f"training goes on in epoch 1, from the commit in {tmp_path}" in ended.err
+    assert [(report["wrong"], report["rows"]) for report in reports] == [({}, [193.0] * 3)] * 3
+
+
 def test_processes_that_a_rank_forks_are_ended_by_its_signals():
     script = (
         "import multiprocessing, time, choros; from choros.elastic.sampler import ElasticSampler; choros.init()\n"

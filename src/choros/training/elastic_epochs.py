@@ -162,7 +162,7 @@ class ElasticEpochs:
         communicator = global_process_set.communicator
         while communicator.noticed or communicator.is_new:
             if self.job_ends:
-                self._steps.join()  # ranks without batches come back, too
+                self._steps.end_batches()  # as ranks without batches do, which come back, too
             self._end_if_asked()
             if self.admit is None or not communicator.noticed & NEWCOMER or not self._has_place:
                 break
