@@ -44,6 +44,11 @@ def test_a_job_ends_where_only_some_ranks_have_another_batch(tmp_path):
     assert [(report["wrong"], report["rows"]) for report in reports] == [({}, [193.0] * 3)] * 3
 
 
+def test_the_first_commit_in_an_epoch_is_made_where_only_some_ranks_have_another_batch(tmp_path):
+    _, reports = fit("torch", "", rows=193, more=("--commit-dir", tmp_path, "--commit-steps", 12))
+    assert [(report["wrong"], report["rows"]) for report in reports] == [({}, [193.0] * 3)] * 3
+
+
 def test_processes_that_a_rank_forks_are_ended_by_its_signals():
     script = (
         "import multiprocessing, time, choros; from choros.elastic.sampler import ElasticSampler; choros.init()\n"

@@ -173,7 +173,9 @@ def _rules_of(metrics: Sequence[Any]) -> list[Start]:
         for metric, *found in zip(unknown, *tried, strict=True):
             rules = next((rules for rules in found if rules is not None), None)
             if rules is not None:
-                _rules[metric], _agreed_with[metric] = rules, admissions
+                _rules[metric] = rules
+                if len(tried) == global_process_set.communicator.size:  # else others, which have joined, lack them
+                    _agreed_with[metric] = admissions
     return [rule for metric in metrics for rule in _rules.get(metric) or _declared(metric)]
 
 
