@@ -44,6 +44,14 @@ def test_a_job_ends_where_only_some_ranks_have_another_batch(tmp_path):
     assert [(report["wrong"], report["rows"]) for report in reports] == [({}, [193.0] * 3)] * 3
 
 
+def test_a_job_ends_before_its_first_step(tmp_path):
+    """On TensorFlow, which creates metrics in it."""
+    commits = ("--commit-dir", tmp_path)
+    fit("tensorflow", "0@broadcast:0=SIGTERM!", "horovod", ranks=2, code=75, more=commits)
+    _, reports = fit("tensorflow", "", "horovod", ranks=2, more=commits)
+    assert [(report["wrong"], report["rows"]) for report in reports] == [({}, [203.0] * 3)] * 2
+
+
 def test_the_first_commit_in_an_epoch_is_made_where_only_some_ranks_have_another_batch(tmp_path):
     _, reports = fit("torch", "", rows=193, more=("--commit-dir", tmp_path, "--commit-steps", 12))
     assert [(report["wrong"], report["rows"]) for report in reports] == [({}, [193.0] * 3)] * 3

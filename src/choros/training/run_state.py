@@ -417,6 +417,7 @@ class RunCallback(keras.callbacks.Callback):
                 self._write(self._epochs.ledger.epoch, in_epoch=True)
             else:
                 sync_jax_state(self.model)
+                build_metrics(self.model, self._epochs.example_batch)  # there may have been no step yet
                 self._average()
                 with merged_metrics(self.model.metrics):
                     self._write(self._epochs.ledger.epoch, in_epoch=True, metrics=True)

@@ -374,10 +374,12 @@ def build_from_batch(model: Any, batch: Any = None, iterator: Any = None) -> boo
 
 
 def build_metrics(model: Any, batch: Callable[[], Any]) -> None:
-    """Creates the variables of the metrics given to ``compile``, which TensorFlow would create in the first step."""
+    """Creates the variables of the metrics given to ``compile``, which TensorFlow would create in the first step, if
+    there is a ``batch`` to create them from.
+    """
     metrics = model._compile_metrics
-    if model.built and metrics is not None and not metrics.built:
-        build_from_batch(model, batch())
+    if model.built and metrics is not None and not metrics.built and (example := batch()) is not None:
+        build_from_batch(model, example)
 
 
 def tracked(layer: Any) -> dict[str, list[Any]]:
