@@ -117,6 +117,16 @@ def case_a_py_dataset():
     assert rows(one.batches([ShardBatches(1, 2, range(1, 3))], 2)) == seen[2][1][1:3]
 
 
+def case_an_epoch_without_batches_here_is_no_longer_one_for_the_next_fit():
+    epochs = epochs_of(Batches(), sharding())
+    data = epochs.data
+    epochs.begin_epoch(0, [])
+    data.on_epoch_begin()
+    assert data.num_batches == 0
+    data.on_epoch_end()
+    assert data.num_batches == 5
+
+
 def case_what_shard_returns_remembers_its_source():
     shard = hvd.shard(Batches())
     check(lambda: epochs_of_shard(shard, Part(0, 2)))

@@ -11,6 +11,7 @@ ON = {
     "case_a_generator_is_in_doubt": "torch",
     "case_a_py_dataset": "torch",
     "case_a_torch_stream": "torch",
+    "case_an_epoch_without_batches_here_is_no_longer_one_for_the_next_fit": "torch",
     "case_arrays": "torch",
     "case_arrays_have_the_order_that_they_have_without_elastic_training": "torch",
     "case_grain": "torch",

@@ -72,6 +72,7 @@ class PartsDataset(_InOrder):
 
     def on_epoch_end(self) -> None:
         """Begins the next order if all was read: Keras calls this also before the first epoch, or amid the data."""
+        self._begins = False  # it may have had no batches
         if self._longest is None and self._is_read:
             self._source.begin_epoch(self._source.epoch + 1, self._source.parts)
             self._is_read = False
