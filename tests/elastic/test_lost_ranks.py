@@ -96,6 +96,23 @@ def test_epochs_of_fewer_steps_go_on_where_the_one_before_has_ended(framework, a
     assert [(report["wrong"], report["epochs"]) for report in reports] == [({}, 3)] * 2
 
 
+def test_epochs_of_one_step_less_than_the_data_have_go_on_likewise():
+    script = """
+import keras, numpy as np, choros.keras as hvd
+hvd.init()
+rows = np.eye(12, dtype="float32")
+model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), lambda y_true, y_pred: keras.ops.sum(y_pred))
+data = hvd.shard((rows, rows[:, :1]), batch_size=4, shuffle=True)
+options = {"epochs": 2, "steps_per_epoch": 2, "shuffle": False, "verbose": 0}
+model.fit(data, **options, callbacks=[hvd.callbacks.ElasticCallback(data)])
+print(len(np.unique(model.get_weights()[0])), flush=True)
+"""
+    flags = ("-np", 2, "--min-np", 1, "--no-prefix-output")
+    ended = run(*flags, sys.executable, "-c", script, env={"KERAS_BACKEND": "torch"})
+    assert (ended.code, ended.out.split()) == (0, ["1"] * 2), ended.err
+
+
 @pytest.mark.parametrize(
     ("framework", "api", "given"),
     [

@@ -223,11 +223,8 @@ class ElasticCallback(EpochCallback):
         communicator = global_process_set.communicator
         if communicator.elastic:
             part = Part(communicator.rank, communicator.size)
-            epochs = epochs_of_shard(self.data, part)
-            steps, number = self.params.get("steps"), epochs.number_of_batches
-            if steps is not None and number is not None and steps >= number - 1:
-                steps = None  # not steps_per_epoch, but the number of this rank's batches
-            epochs = epochs_of_steps(epochs, steps, part)
+            # Without steps_per_epoch, Keras says how many batches the data have.
+            epochs = epochs_of_steps(epochs_of_shard(self.data, part), self.params.get("steps"), part)
             self._context.enter_context(self._steps.elastic(epochs, admits=self._admits))
         self._run.on_train_begin(logs)
 
