@@ -117,6 +117,19 @@ def case_a_py_dataset():
     assert rows(one.batches([ShardBatches(1, 2, range(1, 3))], 2)) == seen[2][1][1:3]
 
 
+def case_epochs_of_steps_are_those_of_a_process_that_has_read_none_before():
+    """In another call of fit, to which a new rank, or a job that is started again, comes."""
+
+    def begun(epochs_before: int) -> list[Any]:
+        epochs = epochs_of(Batches(), sharding())
+        for epoch in range(epochs_before):
+            epochs.begin_epoch(epoch, epochs.parts)
+        steps = epochs_of_steps(epochs, 2, Part(0, 2))
+        return [rows(steps.batches([ShardBatches(0, 2, range(OPEN))], epoch)) for epoch in range(3)]
+
+    assert begun(2) == begun(0)
+
+
 def case_an_epoch_without_batches_here_is_no_longer_one_for_the_next_fit():
     epochs = epochs_of(Batches(), sharding())
     data = epochs.data

@@ -14,6 +14,7 @@ ON = {
     "case_an_epoch_without_batches_here_is_no_longer_one_for_the_next_fit": "torch",
     "case_arrays": "torch",
     "case_arrays_have_the_order_that_they_have_without_elastic_training": "torch",
+    "case_epochs_of_steps_are_those_of_a_process_that_has_read_none_before": "torch",
     "case_grain": "torch",
     "case_tf_data": "tensorflow",
     "case_tf_data_that_do_not_end": "tensorflow",

@@ -22,7 +22,8 @@ class EpochData(ABC):
     """The epochs of one data set. ``make`` returns what ``fit`` takes, of these epochs.
     ``doubt`` says why not every sample is used exactly once if a rank is lost.
     ``begins_anywhere``: batches are found, and counted, without reading those before. ``goes_on``: the next epoch is
-    read from the last iteration of ``data``, not from a new one. ``seed``, a plain value, is the same on all ranks.
+    read from the last iteration of ``data``, not from a new one. ``seed``, a plain value, is the same on all ranks, as
+    is ``first``, the epoch at the beginning of the data.
     """
 
     doubt: str | None = None
@@ -32,7 +33,7 @@ class EpochData(ABC):
     def __init__(self, sharding: Sharding, make: Callable[[Any], Any]) -> None:
         part = sharding.part
         self._local, self._make = part.local, make
-        self.epoch = sharding.epoch
+        self.epoch = self.first = sharding.epoch
         self.seed: Any = sharding.seed
         self.parts: tuple[ShardBatches, ...] = (
             ShardBatches(part.first // part.local, part.count // part.local, range(OPEN)),
@@ -200,7 +201,7 @@ class StepsOfEpoch(EpochData):
     def __init__(self, inner: EpochData, steps: int, number: int) -> None:
         self._inner, self._steps, self._number = inner, steps, number
         self._make = lambda _: inner.data  # of which Keras takes ``steps`` batches
-        self._first = inner.epoch
+        self.first = inner.first
         #: What the last iteration of ``data`` yields next.
         self._next: tuple[int, list[ShardBatches]] | None = None
         self.epoch, self.seed, self.parts = inner.epoch, inner.seed, inner.parts
@@ -240,8 +241,8 @@ class StepsOfEpoch(EpochData):
     def _place(self, epoch: int) -> tuple[int, int]:
         """Returns the data set's epoch in which an epoch is, and its first batch there."""
         self._inner.seed = self.seed  # which a commit, or other ranks, may have set
-        begun, position = divmod(epoch - self._first, -(-self._number // self._steps))
-        return self._first + begun, position * self._steps
+        begun, position = divmod(epoch - self.first, -(-self._number // self._steps))
+        return self.first + begun, position * self._steps
 
     def _shifted(self, parts: Iterable[ShardBatches], first: int) -> list[ShardBatches]:
         steps = self._steps
