@@ -17,13 +17,13 @@ from choros.observe.events import Kind
 from choros.observe.progress import RankProgress, page, read_page
 from choros.training.callbacks import (
     BroadcastGlobalVariablesCallback,
-    ElasticCallback,
     EpochCallback,
     MetricAverageCallback,
 )
 from choros.training.distributed_optimizer import reducer_of
 from choros.training.keras_internals.models import innermost, learning_rate_of, velocities_of
 from choros.training.metrics import count_examples
+from choros.training.run_state import ElasticCallback
 from choros.training.tensorboard import TensorBoard
 
 __all__ = [

@@ -2,9 +2,7 @@
 
 import logging
 import time
-import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, final
 
@@ -12,9 +10,6 @@ import keras
 
 from choros import durations
 from choros.comm import Request, global_process_set, is_initialized, topology
-from choros.data.epochs import epochs_of_steps
-from choros.data.kinds import epochs_of_shard
-from choros.data.rows import Part
 from choros.errors import ConfigError
 from choros.observe import events
 from choros.observe.events import Kind
@@ -36,7 +31,6 @@ from choros.training.metrics import (
     shared_logs,
 )
 from choros.training.random_numbers import draw_by_rank
-from choros.training.run_state import RunCallback
 from choros.training.trainer import Steps, attach, model_variables
 from choros.training.variables import broadcast_variables
 
@@ -179,81 +173,6 @@ class BroadcastGlobalVariablesCallback(EpochCallback):
         variables = model_variables(self.model, seeds=self._steps.is_spmd)
         variables = [variable for variable in variables if id(variable) not in self._left_out]
         broadcast_variables(variables, self.root_rank)
-
-
-@final
-class ElasticCallback(EpochCallback):
-    """Trains on what lost ranks have left over, before an epoch ends; has no effect in jobs that are not elastic.
-
-    With ``chorosrun --commit-dir``, the state is committed after each epoch, and when the job is asked to end; the same
-    command goes on from there. Put this callback first.
-
-    Args:
-        data: the data set that ``fit`` receives, as ``hvd.shard(…, batch_size=…)`` has returned it.
-        callbacks: the other callbacks that ``fit`` receives, whose state is committed, too. If they are given, lost
-            ranks are replaced: the new ones receive that state.
-
-    Example:
-        >>> ElasticCallback([]).data
-        []
-    """
-
-    def __init__(self, data: Any, callbacks: Sequence[Any] | None = None) -> None:
-        super().__init__()
-        self.data = data
-        self._context = ExitStack()
-        weakref.finalize(self, self._context.close)  # before Python ends, if an exception ends fit
-        directory = current().commit_dir
-        self._admits = callbacks is not None and global_process_set.communicator.elastic
-        self._run = RunCallback(callbacks or (), directory, lambda: None, admits=self._admits)
-
-    def set_model(self, model: Any) -> None:
-        """Prepares the model."""
-        super().set_model(model)
-        self._run.set_model(model)
-
-    def set_params(self, params: Any) -> None:
-        """Takes the arguments of ``fit``."""
-        super().set_params(params)
-        self._run.set_params(params)
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Follows what happens to the ranks, and goes on from the last commit, if there is one."""
-        super().on_train_begin(logs)
-        communicator = global_process_set.communicator
-        if communicator.elastic:
-            part = Part(communicator.rank, communicator.size)
-            # Without steps_per_epoch, Keras says how many batches the data have.
-            epochs = epochs_of_steps(epochs_of_shard(self.data, part), self.params.get("steps"), part)
-            self._context.enter_context(self._steps.elastic(epochs, admits=self._admits))
-        self._run.on_train_begin(logs)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begins the epoch, or goes on in it."""
-        super().on_epoch_begin(epoch, logs)
-        self._run.on_epoch_begin(epoch, logs)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Ends this rank, if it is time."""
-        self._run.begin_batch()
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Ends the epoch's batches, in ``fit``."""
-        self._run.restore_again()
-        super().on_test_begin(logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Ends the epoch's batches."""
-        self._run.restore_again()
-        super().on_epoch_end(epoch, logs)
-        self._run.on_epoch_end(epoch, logs)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Ends that."""
-        self._run.on_train_end(logs)
-        self._context.close()
-        if self._admits:
-            self._run.share_history()
 
 
 @final

@@ -32,8 +32,10 @@ import copy
 import inspect
 import itertools
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, final
 
@@ -42,11 +44,16 @@ import numpy as np
 
 from choros.arrays import adapter_of
 from choros.comm import Array, admit, global_process_set, openings
+from choros.data.epochs import epochs_of_steps
+from choros.data.kinds import epochs_of_shard
+from choros.data.rows import Part
 from choros.elastic.commit_store import CommitStore, is_plain
 from choros.elastic.preemption import end_job
 from choros.errors import ConfigError, PeerLostError
 from choros.observe.progress import page
 from choros.parallel.objects import object_of_first, shared_result
+from choros.settings import current
+from choros.training.callbacks import EpochCallback
 from choros.training.distributed_optimizer import reducer_of
 from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.first_rank import FirstRankCallback, go_on
@@ -63,7 +70,6 @@ from choros.training.keras_internals.models import (
 from choros.training.metrics import merged_metrics
 from choros.training.random_numbers import random_streams, set_random_streams
 from choros.training.sliced_optimizer import assign_whole, has_slices, whole_outlines, whole_values
-from choros.training.trainer import steps_of
 from choros.training.variables import derive_again
 
 _log = logging.getLogger("choros")
@@ -242,14 +248,12 @@ def _equal(one: Any, other: Any) -> bool:
 # the callback ---------------------------------------------------------------------------------------------
 
 
-@final
-class RunCallback(keras.callbacks.Callback):
+class RunCallback(EpochCallback):
     """Restores the last commit in ``directory``, if one is given, when ``fit`` begins, and writes one after each epoch;
     takes new ranks in if it ``admits``. The last callback of all ranks, with the other ``callbacks``' state. A commit
     in the middle of an epoch (``ElasticEpochs``) has all ranks' metrics so far; rank 0 goes on with them.
     """
 
-    _epochs: ElasticEpochs | None
     _run: RunState
 
     def __init__(
@@ -273,8 +277,9 @@ class RunCallback(keras.callbacks.Callback):
         #: The epoch at whose beginning there is something to commit.
         self._next: int | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
+    def on_train_begin(self, logs: Any = None) -> None:
         """Goes on from the last commit, which rank 0 reads, if there is one; a new rank waits until it is taken in."""
+        super().on_train_begin(logs)
         is_nested = openings() > 1
         if is_nested:
             self._store = None
@@ -282,7 +287,7 @@ class RunCallback(keras.callbacks.Callback):
             return
         source = "the state" if self._store is None else f"the commit in {self._store.directory}"
         self._run = RunState(self.model, [*self._callbacks, self.model.history], source)
-        self._epochs = epochs = steps_of(self.model).epochs
+        epochs = self._steps.epochs
         if epochs is not None:
             epochs.commit = None if self._store is None else self._commit
             epochs.admit = self._admit if self._admits and not is_nested else None
@@ -306,8 +311,8 @@ class RunCallback(keras.callbacks.Callback):
         self._run.restore(last | {"metrics": None})
         epoch, position, where = last["epoch"], last["position"] or {}, self._store.directory
         set_initial_epoch(self.model, epoch)
-        if self._epochs is not None and position:
-            self._epochs.resume(position)
+        if self._steps.epochs is not None and position:
+            self._steps.epochs.resume(position)
         elif position.get("ledger"):
             raise ConfigError(
                 f"the commit in {where} is in the middle of an epoch, where only an elastic job can go on: start it by "
@@ -334,17 +339,18 @@ class RunCallback(keras.callbacks.Callback):
         if received["position"]["ledger"] is not None:  # the job may end before this rank's first step
             build_metrics(self.model, epochs.example_batch)
         self._run.restore(received)
-        steps_of(self.model).cut_anew(joins=True)
+        self._steps.cut_anew(joins=True)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Commits the epoch before: Keras' history, which comes after all other callbacks, has it now. Restores what
         callbacks, and history, have forgotten when training, or an epoch that is under way, began.
         """
+        super().on_epoch_begin(epoch, logs)
         restored, self._restored = self._restored, None
         if restored is not None:
             batch = None
-            if restored["metrics"] is not None and self._epochs is not None:
-                batch = self._epochs.example_batch()
+            if restored["metrics"] is not None and self._steps.epochs is not None:
+                batch = self._steps.epochs.example_batch()
             if batch is None or global_process_set.communicator.rank != 0:
                 restored |= {"metrics": None}
             self._run.restore(restored, batch)
@@ -357,20 +363,21 @@ class RunCallback(keras.callbacks.Callback):
             self._run.restore(received)
             self._goes_on = received
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Marks that there is something to commit."""
+        super().on_epoch_end(epoch, logs)
         self._next, self._goes_on = epoch + 1, None
 
-    def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002  (Keras')
+    def on_train_end(self, logs: Any = None) -> None:
         """Commits that this call of ``fit`` is complete, also if it was stopped early; the next begins as it says."""
         set_initial_epoch(self.model, None)
         if self._store is None:
             return
-        if self._epochs is not None:
-            self._epochs.ledger = None  # no epoch goes on
+        if self._steps.epochs is not None:
+            self._steps.epochs.ledger = None  # no epoch goes on
         if self._next is not None:
             self._write(self.params["epochs"])
-        if self._epochs is not None and self._epochs.job_ends:
+        if self._steps.epochs is not None and self._steps.epochs.job_ends:
             end_job(lambda: self._write(self.params["epochs"]))
 
     def share_history(self) -> None:
@@ -381,7 +388,7 @@ class RunCallback(keras.callbacks.Callback):
     def begin_batch(self) -> None:
         """Ends this rank before its next batch, if it is time, or takes in a new one."""
         self.restore_again()
-        steps_of(self.model).begin_batch()
+        self._steps.begin_batch()
 
     def restore_again(self) -> None:
         """Restores the state once more after the beginning of an epoch that goes on in its middle, where callbacks zero
@@ -399,31 +406,85 @@ class RunCallback(keras.callbacks.Callback):
                 return False
         if not admit():
             return False
-
-        def state() -> dict[str, Any]:  # if a rank is lost while it is sent, the ledger is another one
-            position = None if self._epochs is None else self._epochs.position
-            return self._run.capture(epoch=epoch, position=position, joins=True)
-
-        object_of_first(state)
-        steps_of(self.model).cut_anew(joins=True)
+        # If a rank is lost while it is sent, the ledger is another one.
+        object_of_first(lambda: self._capture(epoch, joins=True))
+        self._steps.cut_anew(joins=True)
         return True
 
     def _commit(self) -> None:
         """Commits between two steps, or in a validation, whose metrics are not needed: it will be made again."""
-        if self._epochs is None or self._epochs.ledger is None:
+        if self._steps.epochs is None or self._steps.epochs.ledger is None:
             return
         with page.counted_as("committed"):
-            if steps_of(self.model).evaluation.is_running:
-                self._write(self._epochs.ledger.epoch, in_epoch=True)
+            if self._steps.evaluation.is_running:
+                self._write(self._steps.epochs.ledger.epoch, in_epoch=True)
             else:
                 sync_jax_state(self.model)
-                build_metrics(self.model, self._epochs.example_batch)  # there may have been no step yet
+                build_metrics(self.model, self._steps.epochs.example_batch)  # there may have been no step yet
                 self._average()
                 with merged_metrics(self.model.metrics):
-                    self._write(self._epochs.ledger.epoch, in_epoch=True, metrics=True)
+                    self._write(self._steps.epochs.ledger.epoch, in_epoch=True, metrics=True)
 
     def _write(self, epoch: int, *, in_epoch: bool = False, metrics: bool = False) -> None:
         if self._store is not None and global_process_set.communicator.rank == 0:
-            position = None if self._epochs is None else self._epochs.position
-            state = self._run.capture(epoch=epoch, position=position, metrics=metrics)
-            self._store.write(state | {"in_epoch": in_epoch})
+            self._store.write(self._capture(epoch, metrics=metrics) | {"in_epoch": in_epoch})
+
+    def _capture(self, epoch: int, **what: bool) -> dict[str, Any]:
+        epochs = self._steps.epochs
+        return self._run.capture(epoch=epoch, position=None if epochs is None else epochs.position, **what)
+
+
+@final
+class ElasticCallback(RunCallback):
+    """Trains on what lost ranks have left over, before an epoch ends; has no effect in jobs that are not elastic.
+
+    With ``chorosrun --commit-dir``, the state is committed after each epoch, and when the job is asked to end; the same
+    command goes on from there. Put this callback first.
+
+    Args:
+        data: the data set that ``fit`` receives, as ``hvd.shard(…, batch_size=…)`` has returned it.
+        callbacks: the other callbacks that ``fit`` receives, whose state is committed, too. If they are given, lost
+            ranks are replaced: the new ones receive that state.
+
+    Example:
+        >>> ElasticCallback([]).data
+        []
+    """
+
+    def __init__(self, data: Any, callbacks: Sequence[Any] | None = None) -> None:
+        admits = callbacks is not None and global_process_set.communicator.elastic
+        super().__init__(callbacks or (), current().commit_dir, lambda: None, admits=admits)
+        self.data = data
+        self._context = ExitStack()
+        weakref.finalize(self, self._context.close)  # before Python ends, if an exception ends fit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Follows what happens to the ranks, and goes on from the last commit, if there is one."""
+        communicator = global_process_set.communicator
+        if communicator.elastic:
+            part = Part(communicator.rank, communicator.size)
+            # Without steps_per_epoch, Keras says how many batches the data have.
+            epochs = epochs_of_steps(epochs_of_shard(self.data, part), self.params.get("steps"), part)
+            self._context.enter_context(self._steps.elastic(epochs, admits=self._admits))
+        super().on_train_begin(logs)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Ends this rank, if it is time."""
+        self.begin_batch()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Ends the epoch's batches, in ``fit``."""
+        self.restore_again()
+        super().on_test_begin(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Ends the epoch's batches."""
+        self.restore_again()
+        super().on_epoch_end(epoch, logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Ends that."""
+        super().on_train_end(logs)
+        self._context.close()
+        if self._admits:
+            self.share_history()
