@@ -10,8 +10,8 @@ from choros.data.rows import Part, Sharding, checked, count_rows, without_last_e
 
 @final
 class LocalBatches:
-    """A process's rows of each global batch, maybe none, so that all processes have the same number of batches; each
-    iteration starts anew if the source supports it.
+    """A process's rows of each global batch, or their indices, maybe none, so that all processes have the same number
+    of batches; each iteration starts anew if the source supports it.
 
         >>> batches = LocalBatches(lambda: iter(["first", "second"]), lambda: 2)
         >>> list(batches), len(batches)

@@ -106,20 +106,6 @@ def _check_batches(loader: Any, part: Part) -> None:
 
 
 @final
-class _Indices(torch_data.Sampler):
-    """The indices of the examples of each batch."""
-
-    def __init__(self, batches: Callable[[], Iterator[list[int]]], number: Callable[[], int]) -> None:
-        self._batches, self._number = batches, number
-
-    def __len__(self) -> int:
-        return self._number()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._batches()
-
-
-@final
 class _Stream(torch_data.IterableDataset):
     def __init__(self, batches: Callable[[], Iterator[Any]]) -> None:
         self._batches = batches
@@ -155,7 +141,7 @@ def _with_sampler(loader: Any, sampler: Any) -> Any:
 
 def _sampler_part(
     loader: Any, part: Part, batch_size: int | None, seed: int, rows: deque[int] | None = None
-) -> _Indices:
+) -> LocalBatches:
     """Returns a sampler of the process's indices of each global batch. If ``rows`` is given, it appends their numbers,
     and a batch without any yields its first example, as an empty list cannot be collated.
     """
@@ -171,7 +157,7 @@ def _sampler_part(
             if end > start or rows is not None:
                 yield indices[start:end] or indices[:1]
 
-    return _Indices(batches, lambda: len(sampler))
+    return LocalBatches(batches, lambda: len(sampler))
 
 
 def _global_sampler(loader: Any, batch_size: int | None, seed: int) -> Any:
@@ -214,7 +200,7 @@ class _LoaderEpochs(EpochData):
             )
 
     def _loader(self) -> Any:
-        indices = _Indices(lambda: self._indices(self.parts, self.epoch), lambda: len(self._sampler))
+        indices = LocalBatches(lambda: self._indices(self.parts, self.epoch), lambda: len(self._sampler))
         return _with_sampler(self._source, indices)
 
     def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
