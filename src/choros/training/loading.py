@@ -1,8 +1,7 @@
 """How long training steps wait for their data, for the page of this rank: where Keras reads a batch, by framework."""
 
-import functools
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any
 
 import keras
 
@@ -16,51 +15,48 @@ def time_loading(model: Any) -> None:
     reads it. The pause before the epoch ends, on TensorFlow at the first batch: there, a new iterator takes long.
     """
     backend = keras.backend.backend()
-    function: Callable[..., Any] | None = model.train_function
-    if backend == "tensorflow" and function is not None:
-        model.train_function = function if isinstance(function, _TensorFlow) else _TensorFlow(function)
-        return
-    page.end_pause()
+    own: Callable[..., Any] | None = model.train_function
     if backend == "torch":
         from choros.data.data_loader import time_data_loaders
 
         time_data_loaders()
-    elif backend == "jax" and function is not None and not isinstance(function, functools.partial):
-        model.train_function = functools.partial(_jax, function)
+    elif own is not None and not hasattr(own, "times"):
+        function: Any = _timed_tensorflow(own) if backend == "tensorflow" else _timed_jax(own)
+        function.times = own
+        model.train_function = function
+    if backend != "tensorflow" or own is None:
+        page.end_pause()
 
 
-@final
-class _TensorFlow:
-    """A training function of TensorFlow whose iterator is timed."""
+def _timed_tensorflow(own: Callable[..., Any]) -> Callable[..., Any]:
+    from choros.training.tensorflow_iterators import TimedIterator, end_in_background, loaded
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        from choros.training.tensorflow_iterators import TimedIterator, end_in_background, loaded
+    end_in_background()
+    total = loaded()
+    seen = float(total.numpy())
+    given: Any = None
+    timed: Any = None
 
-        end_in_background()
-        self._function, self._timed, self._loaded = function, TimedIterator.of, loaded()
-        self._given: Any = None
-        self._iterator: Any = None
-        self._seen = float(self._loaded.numpy())
-
-    def __call__(self, iterator: Any) -> Any:
-        if iterator is not self._given:
-            self._given, self._iterator = iterator, self._timed(iterator)  # the last one ends: up to 0.3 s
+    def function(iterator: Any) -> Any:
+        nonlocal seen, given, timed
+        if iterator is not given:
+            given, timed = iterator, TimedIterator.of(iterator)  # the last one ends: up to 0.3 s
             page.end_pause()
-        done = self._function(self._iterator)
-        seen = float(self._loaded.numpy())
-        page.loaded, self._seen = page.loaded + seen - self._seen, seen
+        done = own(timed)
+        before, seen = seen, float(total.numpy())
+        page.loaded += seen - before
         return done
 
-
-def _jax(function: Callable[..., Any], state: Any, iterator: Any) -> Any:
-    return function(state, _timed(iterator))
+    return function
 
 
-def _timed(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yields batches that are waited for."""
-    while True:
-        with page.loading():
-            batch = next(batches, _END)
-        if batch is _END:
-            return
-        yield batch
+def _timed_jax(own: Callable[..., Any]) -> Callable[..., Any]:
+    def batches(iterator: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with page.loading():
+                batch = next(iterator, _END)
+            if batch is _END:
+                return
+            yield batch
+
+    return lambda state, iterator: own(state, batches(iterator))

@@ -15,7 +15,8 @@ _SAME = frozenset(
     ("_to_copy", "alias", "clone", "contiguous", "copy", "detach", "lift", "lift_fresh", "lift_fresh_copy", "neg", "to")
 )
 _RESHAPES = frozenset(("_reshape_alias", "_unsafe_view", "flatten", "reshape", "squeeze", "unsqueeze", "view"))
-_ARITHMETIC = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
+#: The rules of ``Reading.follow`` for two operands.
+_OF_TWO = frozenset(("add", "sub", "rsub", "mul", "div", *COMPARISONS))
 _MADE = ("arange", "empty", "eye", "full", "linspace", "new_", "ones", "scalar_tensor", "zeros")
 _RANDOM = ("bernoulli", "exponential", "multinomial", "normal", "rand", "uniform")
 #: The names of the axes of two arrays, and of their product.
@@ -82,20 +83,17 @@ class _Notes(TorchDispatchMode):
             return reading.apply([*self._operands(given), reading.made(shape, random=True)], shape)
         if name.startswith(_MADE) or name in ("fill", "zero"):
             return reading.made(shape, _number(name, given))
-        if name in _ARITHMETIC or name == "rsub":
+        if name in _OF_TWO:
             operands = [first, self.value_of(given["other"])]
-            operation = _ARITHMETIC.get(name, "sub")
             if given.get("rounding_mode"):
                 return reading.apply(operands, shape)
-            return reading.arithmetic(operation, operands[::-1] if name == "rsub" else operands, shape)
+            return reading.follow(name.removeprefix("r"), operands[::-1] if name == "rsub" else operands, shape)
         if name == "prod" and not shape and not given["self"].is_floating_point():  # of lengths, as in Keras' size
             return ValueForm(shape, number=float(given["self"].prod()))
         if name == "reciprocal":
             return reading.arithmetic("div", [ValueForm((), number=1.0), first], shape)
         if name == "pow" and not torch.is_tensor(given["exponent"]) and given["exponent"] == 2:
             return reading.follow("square", [first], shape)
-        if name in COMPARISONS:
-            return reading.follow(name, [first, self.value_of(given["other"])], shape)
         if name == "where" and "other" in given:
             return reading.select([self.value_of(given[each]) for each in ("condition", "other", "self")], shape)
         if name in ("cat", "stack"):

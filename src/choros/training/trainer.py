@@ -59,8 +59,6 @@ from choros.training.variables import (
 from choros.training.weighting import ModelStep, current_step, run_step, try_step
 
 _STEPS = "_choros_steps"
-#: The attribute of a step that calls another one, and does nothing else.
-_AGAIN = "_choros_step"
 _ADVICE = (
     "Each rank changes weights by its own rows if a train_step assigns them itself (call the optimizer's apply(), "
     "which reduces gradients first), if one of several optimizers is not distributed, or if a learning rate follows "
@@ -319,11 +317,8 @@ class Steps:
         self._decided.clear()
         for kind, step in self._wrapped.items():
             if getattr(self._model, f"{kind}_step") is step:
-                own = getattr(step, _AGAIN, step)
-                again = functools.wraps(own)(lambda *args, own=own: own(*args))
-                setattr(again, _AGAIN, own)
-                self._wrapped[kind] = again
-                setattr(self._model, f"{kind}_step", again)
+                self._wrapped[kind] = functools.partial(step)
+                setattr(self._model, f"{kind}_step", self._wrapped[kind])
 
     def _wrap(self, kind: str) -> None:
         """Wraps ``train_step(data)``, ``train_step(state, data)`` on JAX, or ``test_step``."""

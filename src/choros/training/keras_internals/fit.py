@@ -126,7 +126,7 @@ def first_epoch_without_batches(model: Any) -> Iterator[None]:
 
     def is_used() -> bool:
         """Whether Keras calls ``train``, which may be timed."""
-        return train in (model.train_function, *getattr(model.train_function, "args", ()))
+        return train in (model.train_function, getattr(model.train_function, "times", None))
 
     def wrap(force: bool = False) -> None:
         nonlocal own
