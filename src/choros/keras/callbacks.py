@@ -137,7 +137,7 @@ class LearningRateScheduleCallback(EpochCallback):
         own, reducer = (self.params or {}).get("steps") or 0, reducer_of(self.model.optimizer)
         if reducer is None:
             return own
-        communicator = reducer.reducer.config.process_set.communicator
+        communicator = reducer.process_set.communicator
         return int(communicator.allreduce(np.int64(own), Reduction.MAX, name="steps of an epoch"))
 
     def _is_active(self) -> bool:

@@ -125,7 +125,7 @@ class TapeReduction:
                 "for those that the loss depends on, or leave out examples=…."
             )
 
-        if reducer.reducer.active and not any(isinstance(each, tf.IndexedSlices) for each in own):
+        if reducer.active and not any(isinstance(each, tf.IndexedSlices) for each in own):
             reduced = framework_adapter("tensorflow").with_gradient(forward, backward, own)
         else:
             reduced = forward(own)

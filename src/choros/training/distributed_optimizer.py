@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import keras
 import numpy as np
@@ -35,7 +35,7 @@ from choros.training.keras_internals.models import (
     trained_variables,
 )
 from choros.training.optimizer_reducer import OptimizerReducer
-from choros.training.replaced import own_class
+from choros.training.replaced import own_class, replaced
 from choros.training.sliced_optimizer import (
     apply_scaled,
     assign_whole,
@@ -67,7 +67,7 @@ class _DistributedMixin:
             trainable_variables = list(trainable_variables)
             _build(optimizer, trainable_variables)
         variables = trained_by(self) if trainable_variables is None else trainable_variables
-        reducer: Any = reducer_of(self)
+        reducer = _reducer(self)
         # Where another distributed optimizer applies updates through this one, they are reduced, too.
         is_reduced = thread.giving_reduced or thread.applying_updates
         reduced = list(grads) if is_reduced else self._reduce(grads, variables)
@@ -101,7 +101,7 @@ class _DistributedMixin:
             reduced = self._reduce(gradients, variables)
             with doing("giving_reduced"):
                 return own.apply_gradients(zip(reduced, variables, strict=True))
-        reducer: Any = reducer_of(self)
+        reducer = _reducer(self)
         if _is_in_fit(reducer):
             raise StrategyError(
                 "apply_gradients(…, skip_gradients_aggregation=True) in a train_step of fit: its gradients are those "
@@ -115,7 +115,7 @@ class _DistributedMixin:
         return apply_count(self)
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        reducer: Any = reducer_of(self)
+        reducer = _reducer(self)
         micro_batches = apply_count(self) if reducer.reducer.config.micro_batches > 1 else 0
         reduced: list[Any] = reducer.reduce(list(gradients), variables, trained_by(self), micro_batches)
         return reduced
@@ -123,16 +123,15 @@ class _DistributedMixin:
     def build(self, variables: Any) -> None:
         """Creates the optimizer's state on ranks that keep it; by now an inner optimizer is known."""
         move_outwards(self)
-        reducer: Any = reducer_of(self)
+        reducer = _reducer(self)
         if isinstance(self, keras.optimizers.LossScaleOptimizer) or innermost(self).use_ema:
             reducer.state_owner = None  # all ranks need the scale before an update, and the averages after the last one
         with _as_one_replica():
             if reducer.divides_state:
-                process_set = reducer.reducer.config.process_set
-                check_process_set(process_set)
+                check_process_set(reducer.process_set)
                 with doing("building_slices"):
                     self.__class__ = own_class(self)
-                    slices = Slices(self, variables, process_set, reducer.local)
+                    slices = Slices(self, variables, reducer.process_set, reducer.local)
                     reducer.state = WholeState(self, slices, reducer.synchronize)
                     slice_state(self, reducer.state)
                     self.__class__ = derive(type(self), _DistributedMixin)
@@ -145,19 +144,19 @@ class _DistributedMixin:
             type(innermost(self)).__name__,
             sum(map(nbytes, variables)),
             partial(_state_bytes, self),
-            reducer.reducer.config.process_set,
+            reducer.process_set,
         )
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """``apply`` as JAX's trainer calls it; Keras' own calls ``apply``, ``LossScaleOptimizer``'s does not."""
         optimizer: Any = self
-        if reducer_of(self).slices is not None:  # type: ignore[union-attr]
+        if _reducer(self).slices is not None:
             return _stateless_apply_in_slices(self, optimizer_variables, grads, trainable_variables)
         if isinstance(self, keras.optimizers.LossScaleOptimizer):
             mapping = list(zip(optimizer.variables, optimizer_variables, strict=True))
             with keras.StatelessScope(state_mapping=mapping):
                 micro_batches = keras.ops.convert_to_tensor(apply_count(self))
-            reducer: Any = reducer_of(self)
+            reducer = _reducer(self)
             grads = reducer.reduce(grads, trained_variables(self), (), micro_batches)
             updated = super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
             return reducer.compare(trained_variables(self), updated[0]), updated[1]
@@ -170,19 +169,19 @@ class _DistributedMixin:
 
     def register_local_var(self, var: Any) -> None:
         """Keeps the gradient of ``var`` on its rank (Horovod's name)."""
-        slices = reducer_of(self).slices  # type: ignore[union-attr]
+        slices = _reducer(self).slices
         if slices is not None and slices.is_divided(var):
             raise ConfigError(
                 f"{var.path} cannot become a variable of each rank's own: with shard_state, ranks have slices of it "
                 "already. Register it before the optimizer is built, or leave shard_state out."
             )
-        reducer_of(self).local.append(var)  # type: ignore[union-attr]
+        _reducer(self).local.append(var)
 
 
 def _is_in_fit(reducer: OptimizerReducer) -> bool:
     """Whether this is a step of several replicas in a strategy's ``fit``, which averages their gradients."""
     averages = reducer.op is not None and reducer.op() is Reduction.AVERAGE
-    return averages and reducer.reducer.active and current_step() is not None
+    return averages and reducer.active and current_step() is not None
 
 
 def _build(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -193,7 +192,7 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 def _apply_reduced(optimizer: Any, reduced: Sequence[Any], variables: Sequence[Any] | None) -> None:
     """Keras' own ``apply``, on ranks that keep the optimizer's state; ``None`` for all variables of the optimizer."""
-    reducer: Any = reducer_of(optimizer)
+    reducer = _reducer(optimizer)
     with doing("applying_updates"):
         if reducer.slices is not None:
             with _as_one_replica():
@@ -210,7 +209,7 @@ def _apply_reduced(optimizer: Any, reduced: Sequence[Any], variables: Sequence[A
 
 def _apply_in_slices(optimizer: Any, reduced: Sequence[Any], variables: Sequence[Any]) -> None:
     """Keras' own ``apply`` for the slices of this rank; then all variables are gathered."""
-    slices, reducer = slices_of(optimizer), cast(OptimizerReducer, reducer_of(optimizer))
+    slices, reducer = slices_of(optimizer), _reducer(optimizer)
     check_gradients(optimizer, reduced, variables)
     gradients, own = slices.own_pairs(reduced, variables, reducer.ordering)
     reducer.check_start([each for each in variables if slices.is_divided(each)])
@@ -234,7 +233,7 @@ def _stateless_apply_in_slices(optimizer: Any, state: Sequence[Any], gradients: 
 
 
 def _state_bytes(optimizer: Any) -> tuple[int, int]:
-    own, state = sum(map(nbytes, optimizer.variables)), cast(OptimizerReducer, reducer_of(optimizer)).state
+    own, state = sum(map(nbytes, optimizer.variables)), _reducer(optimizer).state
     return own, own if state is None else sum(nbytes(slot.outline) for slot in state.slots)
 
 
@@ -249,6 +248,11 @@ def reducer_of(optimizer: Any) -> OptimizerReducer | None:
     return getattr(optimizer, _ATTRIBUTE, None)
 
 
+def _reducer(optimizer: Any) -> OptimizerReducer:
+    reducer: OptimizerReducer = getattr(optimizer, _ATTRIBUTE)
+    return reducer
+
+
 def wrap(optimizer: Any, reducer: OptimizerReducer) -> None:
     """Turns ``optimizer`` into a distributed optimizer, in place."""
     optimizer.__class__ = derive(type(optimizer), _DistributedMixin)
@@ -258,7 +262,7 @@ def wrap(optimizer: Any, reducer: OptimizerReducer) -> None:
 
 def divide(optimizer: Any) -> None:
     """Gives each rank its slice of the state of a distributed optimizer that is built, if it is to have one."""
-    reducer: Any = reducer_of(optimizer)
+    reducer = _reducer(optimizer)
     if not optimizer.built or not reducer.divides_state:
         return
     values, variables = list(whole_values(optimizer)), trained_variables(optimizer)
@@ -267,7 +271,8 @@ def divide(optimizer: Any) -> None:
     with keras.name_scope(optimizer.name):
         optimizer.build(variables)
     assign_whole(optimizer, values)
-    reducer.state.held = values[len(values) - len(reducer.state.slots) :]
+    state = state_of(optimizer)
+    state.held = values[len(values) - len(state.slots) :]
 
 
 def cut_anew(optimizer: Any, model: Any) -> None:
@@ -275,10 +280,9 @@ def cut_anew(optimizer: Any, model: Any) -> None:
     call it between two steps. One that has joined since the slices were cut has none of them, and receives its own. The
     step of the ``model`` that is trained is compiled again.
     """
-    reducer: Any = reducer_of(optimizer)
+    reducer = _reducer(optimizer)
     reducer.model = weakref.ref(model)
-    communicator = reducer.reducer.config.process_set.communicator
-    communicator.agree(_cut_request(reducer))
+    reducer.process_set.communicator.agree(_cut_request(reducer))
     _cut_anew(optimizer)
 
 
@@ -287,9 +291,8 @@ def _cut_request(reducer: OptimizerReducer) -> Request:
 
 
 def _cut_anew(optimizer: Any) -> None:
-    reducer, state = cast(OptimizerReducer, reducer_of(optimizer)), state_of(optimizer)
-    process_set = reducer.reducer.config.process_set
-    communicator = process_set.communicator
+    reducer, state = _reducer(optimizer), state_of(optimizer)
+    communicator = reducer.process_set.communicator
     reducer.synchronize()
     if state.slices.is_new:
         state.slices.join(state.slices.holders.without(state.slices.holders.members))
@@ -303,7 +306,7 @@ def _cut_anew(optimizer: Any) -> None:
             state.slices.join(holders)
             reducer.begun, state.held = begun, ()
         while True:
-            slices = Slices(optimizer, state.slices.variables, process_set, reducer.local)
+            slices = Slices(optimizer, state.slices.variables, reducer.process_set, reducer.local)
             new = WholeState(optimizer, slices, reducer.synchronize, state)
             parts: dict[int, Any] = {}
             for number in range(len(new.slots)):
@@ -314,7 +317,11 @@ def _cut_anew(optimizer: Any) -> None:
         rebuild(optimizer, new)
         for position, part in parts.items():
             new.assign_part(position, part)
-    reducer.compile_again()
+    model = reducer.model()
+    if model is not None and model.train_function is not None:  # its next step has other slice variables
+        # JAX remembers what it has compiled by the function.
+        with replaced(model, train_step=partial(model.train_step)):
+            model.make_train_function(force=True)
 
 
 def move_outwards(optimizer: Any) -> bool:
@@ -335,9 +342,9 @@ def participation(optimizer: Any) -> Participation:
     """
     reducer = reducer_of(optimizer)
     variables = trained_by(optimizer)
-    if reducer is None or not reducer.reducer.active or not variables:
+    if reducer is None or not reducer.active or not variables:
         return {}
-    communicator = reducer.reducer.config.process_set.communicator
+    communicator = reducer.process_set.communicator
 
     def update(reduced: list[Any], trained: Sequence[Any]) -> None:
         tensors = list(map(tensor_of, reduced))
@@ -366,19 +373,18 @@ def participation(optimizer: Any) -> Participation:
 
 def _makes_updates_of_others(optimizer: Any) -> bool:
     """Whether all ranks make an update of which only some have rows."""
-    reducer: Any = reducer_of(optimizer)
+    reducer = _reducer(optimizer)
     if reducer.slices is not None:
         return True
     if keras.backend.backend() == "jax" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return False  # its ``apply`` works in compiled steps alone
-    process_set = reducer.reducer.config.process_set
-    return bool(process_set.included()) and process_set.communicator.elastic
+    return reducer.reducer.may_repeat
 
 
 def reduce_early(optimizer: Any) -> None:
     """Moves micro-batches' gradients into the optimizer's accumulators, on all ranks: no loss of a rank takes them."""
     reducer = reducer_of(optimizer)
-    if reducer is None or not reducer.reducer.active or not accumulators(optimizer):
+    if reducer is None or not reducer.active or not accumulators(optimizer):
         return
     gradients = reducer.reduce_early(trained_by(optimizer))
     if reducer.has_state:
@@ -399,9 +405,7 @@ def commit_together(reducer: OptimizerReducer) -> None:
     step 8             ───►  makes its update
     agree(commit)      ───►  commits its slices of step 8
     """
-    communicator = reducer.reducer.config.process_set.communicator
-
-    communicator.agree(_commit_request(reducer))
+    reducer.process_set.communicator.agree(_commit_request(reducer))
     if (commit := reducer.commit()) is not None:
         commit()
 
@@ -417,7 +421,7 @@ def receive_weights(optimizer: Any) -> tuple[int, ...]:
     reducer = reducer_of(optimizer)
     if reducer is None:
         return ()
-    process_set = reducer.reducer.config.process_set
+    process_set = reducer.process_set
     heirs = process_set.communicator.launched if _makes_updates_of_others(optimizer) else ()
     if (last := reducer.reducer.last_active(heirs)) is None:
         return ()

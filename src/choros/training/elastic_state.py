@@ -91,7 +91,7 @@ class KerasState(VariablesState):
 
     def _commit(self) -> None:
         reducer = reducer_of(self.optimizer)
-        if reducer is None or not reducer.reducer.config.process_set.communicator.elastic:
+        if reducer is None or not reducer.process_set.communicator.elastic:
             super()._commit()
         else:
             commit_together(reducer)

@@ -18,7 +18,7 @@ from typing import Any, final
 import keras
 import numpy as np
 
-from choros.comm import Array, Reduction, global_process_set
+from choros.comm import Array, ProcessSet, Reduction, global_process_set
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.identical import Comparison, check_identical
@@ -40,7 +40,6 @@ from choros.training.host_gradients import (
 )
 from choros.training.keras_internals.fit import sync_jax_state
 from choros.training.keras_internals.models import read_gathered_rows_only
-from choros.training.replaced import replaced
 from choros.training.sliced_state import ELSEWHERE, Slices
 from choros.training.variables import overwrite, value_of
 from choros.training.weighting import correction, current_step, warn_of_unseen
@@ -106,6 +105,16 @@ class OptimizerReducer:
         return reducer
 
     @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that make updates together."""
+        return self.reducer.config.process_set
+
+    @property
+    def active(self) -> bool:
+        """Whether there are, or may be, others."""
+        return self.reducer.active
+
+    @property
     def slices(self) -> Slices | None:
         """This rank's slices of the optimizer's state, if it has some."""
         return None if self.state is None else self.state.slices
@@ -130,7 +139,7 @@ class OptimizerReducer:
     @property
     def divides_state(self) -> bool:
         """Whether each rank is to have a slice of the optimizer's state, as there are others; an error if it cannot."""
-        if not self._is_sharded or not self.reducer.active:
+        if not self._is_sharded or not self.active:
             return False
         if self._sum_over_devices is not None:
             raise ConfigError(
@@ -144,26 +153,14 @@ class OptimizerReducer:
         if (model := self.model()) is not None:
             sync_jax_state(model)
 
-    def compile_again(self) -> None:
-        """Makes the next step of the ``model`` be compiled anew, as there are other slice variables."""
-        model = self.model()
-        if model is not None and model.train_function is not None:
-            # JAX remembers what it has compiled by the function.
-            with replaced(model, train_step=functools.partial(model.train_step)):
-                model.make_train_function(force=True)
-
     @property
     def reduces_all(self) -> bool:
         """Whether all gradients are reduced over all ranks."""
-        return self.reducer.config.process_set is global_process_set and not self.local and not self._is_sharded
-
-    def is_local(self, variable: Any) -> bool:
-        """Whether ``variable``'s gradient stays on its rank."""
-        return any(variable is local for local in self.local)
+        return self.process_set is global_process_set and not self.local and not self._is_sharded
 
     def shared(self, variables: Sequence[Any]) -> Sequence[Any]:
         """The ``variables`` whose gradients are reduced."""
-        return [each for each in variables if not self.is_local(each)] if self.local else variables
+        return [each for each in variables if not _is_among(each, self.local)] if self.local else variables
 
     def reduce(
         self,
@@ -205,7 +202,7 @@ class OptimizerReducer:
         if step is not None:
             warn_of_unseen(step)
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        shared = [index for index in given if not self.is_local(variables[index])] if self.local else given
+        shared = [index for index in given if not _is_among(variables[index], self.local)] if self.local else given
         own, trained = [gradients[i] for i in shared], [variables[i] for i in shared]
         layout = numbered(tuple(map(self._layout, own, trained)), trained, self.shared(known))
         reduced = self._reduce(reducer, own, trained, layout, micro_batches, examples)
@@ -239,8 +236,8 @@ class OptimizerReducer:
 
         def check(hosts: Sequence[Any]) -> None:
             divergence = "warn" if self.reducer.divergence == "warn" else "error"
-            comparison, process_set = Comparison(1, 1, divergence, before=True), self.reducer.config.process_set
-            check_identical(names, hosts, comparison, advice=self._advice, process_set=process_set)
+            comparison = Comparison(1, 1, divergence, before=True)
+            check_identical(names, hosts, comparison, advice=self._advice, process_set=self.process_set)
 
         _call_if(self._is_first, check, list(map(value_of, variables)))
         self._is_first = False
@@ -251,7 +248,7 @@ class OptimizerReducer:
         if reducer is None or not self.is_due:
             return values
         self._due = None
-        shared = [index for index, variable in enumerate(variables) if not self.is_local(variable)]
+        shared = [index for index, variable in enumerate(variables) if not _is_among(variable, self.local)]
         names = [getattr(variables[index], "path", variables[index].name) for index in shared]
         own = [values[index] for index in shared]
         adapter = keras_arrays()
@@ -266,8 +263,9 @@ class OptimizerReducer:
 
         def check(arrays: Sequence[Any]) -> None:
             if reducer.due is not None:
-                process_set = reducer.config.process_set
-                check_identical(names, arrays, reducer.due, advice=self._advice, process_set=process_set, assign=assign)
+                check_identical(
+                    names, arrays, reducer.due, advice=self._advice, process_set=self.process_set, assign=assign
+                )
 
         if in_place or reducer.divergence != "heal" or not adapter.is_symbolic([due]):
             _call_if(due, check, own)
@@ -448,6 +446,10 @@ class OptimizerReducer:
                 pairs = zip(variables, dense, rows, strict=True)
                 sparse += [tuple(of_rows if is_embedding(v) else each for v, each, of_rows in pairs)]
         return self.reducer.participation(tuple(dense), update, sparse, early)
+
+
+def _is_among(variable: Any, variables: Sequence[Any]) -> bool:
+    return any(variable is each for each in variables)  # they compare by value
 
 
 def _call_if(due: Any, function: Callable[[Sequence[Any]], None], values: Sequence[Any]) -> None:

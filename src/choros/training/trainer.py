@@ -107,7 +107,7 @@ class Steps:
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that train together."""
-        return next((reducer.reducer.config.process_set for reducer in self._reducers), global_process_set)
+        return next((reducer.process_set for reducer in self._reducers), global_process_set)
 
     @property
     def is_spmd(self) -> bool:
@@ -150,7 +150,7 @@ class Steps:
         for number, reducer in enumerate(self._reducers, start=1):
             reducer.reducer.rename(f"optimizer {number}" if number > 1 else "")
             reducer.model = weakref.ref(model)
-        if len({reducer.reducer.config.process_set for reducer in self._reducers}) > 1:
+        if len({reducer.process_set for reducer in self._reducers}) > 1:
             raise ConfigError(
                 f"the optimizers of the model {model.name!r} have different process sets, but ranks make a training "
                 "step together: give all optimizers of a model the same process set."
