@@ -24,8 +24,7 @@ import choros
 import choros.keras as choros_keras
 from arrays.frameworks import FRAMEWORK, make
 from choros.arrays import adapter_of
-from choros.data.data_kind import LocalBatches
-from choros.data.kinds import kind_of
+from choros.data.kinds import LocalBatches, kind_of
 from choros.distribute import AutoShardPolicy, datasets
 from choros.distribute.replicas import ProcessReplicas
 from choros.errors import ConfigError, MismatchError

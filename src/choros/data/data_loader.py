@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.utils.data as torch_data
 
-from choros.data.data_kind import DataKind, LocalBatches
 from choros.data.epochs import EpochData, StreamData, counted
+from choros.data.kinds import DataKind, LocalBatches
 from choros.data.plan import ShardBatches
 from choros.data.rows import Part, Sharding, check_global_batch, checked, count_rows, cut, without_last_empty
 from choros.errors import ConfigError

@@ -5,8 +5,8 @@ from typing import Any, final
 
 import grain
 
-from choros.data.data_kind import DataKind
 from choros.data.epochs import EpochData, IndexedData, StreamData
+from choros.data.kinds import DataKind
 from choros.data.rows import Part, Sharding, count_rows, example_indices, note_rows
 from choros.errors import ConfigError
 

@@ -1,77 +1,131 @@
-"""The kinds of data sets, found without importing the packages that define them; each has a module of its own, but
-arrays in memory and iterables of batches, which are of no package. A list of arrays may be both: for ``shard`` each
-array's rows are the examples, elsewhere each array is a batch.
-"""
+"""The kinds of data sets: their interface, and how they are found without importing the packages that define them."""
 
 import sys
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from importlib import import_module
 from typing import Any, ClassVar, final
 
-import numpy as np
-
-from choros.data.data_kind import DataKind
 from choros.data.epochs import EpochData, FixedData
-from choros.data.rows import Part, Sharding, cut
-from choros.errors import ConfigError
+from choros.data.rows import Part, Sharding, checked, count_rows, without_last_empty
 from choros.parallel.structure import leaves
 
 
 @final
-class ArrayKind(DataKind):
-    """Arrays, or tuples, lists and dicts of them; and iterables of such batches."""
+class LocalBatches:
+    """A process's rows of each global batch, or their indices, maybe none, so that all processes have the same number
+    of batches; each iteration starts anew if the source supports it.
 
-    shuffles: ClassVar[bool] = True
+        >>> batches = LocalBatches(lambda: iter(["first", "second"]), lambda: 2)
+        >>> list(batches), len(batches)
+        (['first', 'second'], 2)
+    """
 
+    def __init__(self, start: Callable[[], Iterator[Any]], length: Callable[[], int | None] = lambda: None) -> None:
+        self._start, self._length = start, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._start()
+
+    def __len__(self) -> int:
+        length = self._length()
+        if length is None:
+            raise TypeError("the number of batches of this data set is not known.")
+        return length
+
+
+class DataKind(ABC):
+    """One kind of data set, of batches or examples. What has rows and is indexed like an array is no kind of its own:
+    ``rows.py`` counts and cuts the rows of arrays, alone or in structures.
+
+    A kind must implement ``shard``. The other methods work for all iterable data sets; a kind overrides those for which
+    its data sets need, or allow, another implementation. ``shuffles``: whether ``shard`` can shuffle. ``has_batches``:
+    whether its data sets have batches, which ``shard`` splits; others may have examples, of which it makes batches.
+    ``augments``: whether what ``traits`` returns may differ where each process changes the same rows at random.
+    ``own_rows``: the user's words for data of which each process has rows of its own.
+    """
+
+    shuffles: ClassVar[bool] = False
+    has_batches: ClassVar[bool] = False
+    augments: ClassVar[bool] = False
+    own_rows: ClassVar[str] = "choros.keras"
+
+    @abstractmethod
     def shard(self, data: Any, sharding: Sharding) -> Any:
-        """Returns rows of the arrays; with a batch size a ``PyDataset``."""
-        lengths = {np.shape(leaf)[:1] for leaf in leaves(data)}
-        if len(lengths) != 1 or lengths == {()}:
-            raise ConfigError(
-                f"shard() got a {type(data).__name__} of arrays with the lengths {sorted(lengths)}. It takes arrays "
-                "of one length, and tf.data, PyDataset, DataLoader and Grain data sets."
-            )
-        if sharding.batch_size is None:
-            if sharding.shuffle:
-                raise ConfigError("shuffle=True needs batch_size; without it the rows are sharded in their order.")
-            ((n,),) = lengths
-            return cut(data, *sharding.part.range(n))
-        from choros.data.py_dataset import PartsDataset, array_epochs
+        """Returns this process's shard of ``data``, for ``choros.keras.shard``, of a class that Keras' ``fit`` takes.
+        It begins the next order by itself, where ``epochs`` waits for ``begin_epoch``. Processes may get different
+        numbers of batches. ConfigError: the batch size does not fit.
+        """
 
-        return PartsDataset(array_epochs(data, sharding.batch_size, sharding))
-
-    def epochs(self, data: Any, sharding: Sharding) -> EpochData:
-        """Returns the epochs of arrays in batches; iterables of batches can be read only once."""
-        if sharding.batch_size is None:
-            return super().epochs(data, sharding)
-        from choros.data.py_dataset import array_epochs
-
-        return array_epochs(data, sharding.batch_size, sharding)
-
-    def traits(self, data: Any) -> Iterable[Any]:
-        """Returns the arrays; of an iterable nothing is known."""
-        return leaves(data) if are_arrays(data) else ()
+    def split(self, data: Any, part: Part) -> Any:
+        """Returns the process's rows of each batch, for ``fit`` under a strategy: a data set of the same kind, a
+        generator if ``data`` is only iterable. Batches at the end in which it has none are left out, if that is known
+        in time. ConfigError: no batches or too small ones, or their order may differ between processes.
+        """
+        if self.has_batches:
+            return self.shard(data, Sharding(part))
+        return without_last_empty(self.local_batches(data, lambda: part))
 
     def local_batches(self, data: Any, part: Callable[[], Part]) -> Any:
-        """Returns the process's rows of each batch of an iterable."""
-        is_array = hasattr(data, "shape")
-        if is_array or not isinstance(data, Iterable) or isinstance(data, (tuple, dict, str, bytes)):
-            raise ConfigError(
-                f"a {type(data).__name__} is no data set of batches. Strategies take tf.data.Dataset, PyDataset, torch "
-                "DataLoader, Grain data sets and iterables of batches; split arrays into batches first."
-            )
-        return super().local_batches(data, part)
+        """Returns the process's rows of each batch, maybe none, for a custom loop under a strategy: ``LocalBatches``,
+        or a data set of the same kind; ConfigError as ``split``. ``part`` returns the process's part, which may change
+        between two iterations.
+        """
+
+        def start() -> Iterator[Any]:
+            own = part()
+            return (own.of(batch) for batch in checked(self.batches(data), own.count, count_rows))
+
+        return LocalBatches(start, lambda: self.length(data))
+
+    def epochs(self, data: Any, sharding: Sharding) -> EpochData:
+        """Returns the epochs of ``data``, of which any process can read any shard; all processes must call this."""
+        doubt = (
+            f"a {type(data).__name__} cannot be read again from its beginning. Pass arrays, a tf.data.Dataset, a "
+            "PyDataset, a torch DataLoader or a Grain data set instead."
+        )
+        return FixedData(sharding, lambda: self.split(data, sharding.part), doubt)
+
+    def batches(self, data: Any) -> Iterator[Any]:
+        """Yields the batches of one epoch."""
+        yield from data
+
+    def length(self, data: Any) -> int | None:
+        """Returns the number of batches; ``None`` if it is not known."""
+        return len(data) if hasattr(data, "__len__") else None
+
+    def batch_rows(self, data: Any) -> int | None:
+        """Returns the number of rows of a full batch; ``None`` if data would have to be read."""
+        return None
+
+    def rows(self, data: Any) -> int | None:
+        """Returns the number of rows in all batches; ``None`` if more than one would have to be read."""
+        return count_rows(data[0]) if hasattr(data, "__getitem__") and self.length(data) == 1 else None
+
+    def padded(self, own: Any) -> Any:
+        """Returns ``own``, the data set of this process alone, with empty batches at its end, so that all processes,
+        which must call this, have the same number of batches; ``None`` if the kind has no such data sets.
+        """
+        return None
+
+    def traits(self, data: Any) -> Iterable[Any]:
+        """Arrays that are equal on all processes if these read the same rows in the same order; none: not known."""
+        return ()
+
+    def sources(self, data: Any) -> Iterable[Any]:
+        """Returns ``data`` and all data sets that it is derived from; empty if those are not known."""
+        return ()
 
 
-_ARRAYS = ArrayKind()
 #: The attribute of a shard that has the data set and the ``Sharding`` which it was made from.
 _SOURCE = "_choros_source"
 #: The attribute of a shard that has the epochs which it is the data of.
 _EPOCHS = "_choros_epochs"
 
 
-#: Each a module with an instance ``KIND``, which is imported with the first data set of its package's classes.
+#: Each a module with an instance ``KIND``, which is imported with the first data set of its package's classes; besides,
+#: ``array_data``.
 _TABLE = (
     ("py_dataset", "keras", ("utils.PyDataset",)),
     ("tf_data", "tensorflow", ("data.Dataset",)),
@@ -80,23 +134,22 @@ _TABLE = (
 )
 
 
-def _module_of(data: Any) -> str | None:
-    """The module of the kind of ``data``; ``None`` for data of no package in the table."""
+def _module_of(data: Any) -> str:
+    """The module of the kind of ``data``; that of arrays and iterables for data of no package in the table."""
     for module, name, classes in _TABLE:
         package: Any = sys.modules.get(name)
         if package and isinstance(data, tuple(reduce(getattr, path.split("."), package) for path in classes)):
             return module
-    return None
+    return "array_data"
 
 
 def kind_of(data: Any) -> DataKind:
-    """Returns the kind of ``data``; for data of no package in the table, the kind of arrays and iterables.
+    """Returns the kind of ``data``.
 
     >>> type(kind_of([1, 2, 3])).__name__
     'ArrayKind'
     """
-    module = _module_of(data)
-    kind: DataKind = _ARRAYS if module is None else import_module(f"choros.data.{module}").KIND
+    kind: DataKind = import_module(f"choros.data.{_module_of(data)}").KIND
     return kind
 
 
@@ -108,7 +161,7 @@ def are_arrays(data: Any) -> bool:
     (True, False)
     """
     given = leaves(data)
-    return _module_of(data) is None and bool(given) and all(hasattr(leaf, "shape") for leaf in given)
+    return _module_of(data) == "array_data" and bool(given) and all(hasattr(leaf, "shape") for leaf in given)
 
 
 def shard_of(data: Any, sharding: Sharding, *, elastic: bool) -> Any:

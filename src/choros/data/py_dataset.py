@@ -10,8 +10,8 @@ from typing import Any, ClassVar, final
 import keras
 import numpy as np
 
-from choros.data.data_kind import DataKind
 from choros.data.epochs import EpochData, FixedData, IndexedData
+from choros.data.kinds import DataKind
 from choros.data.plan import ShardBatches
 from choros.data.rows import (
     Part,

@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from choros.comm import global_process_set
-from choros.data.data_kind import DataKind
 from choros.data.epochs import EpochData, FixedData, StreamData
+from choros.data.kinds import DataKind
 from choros.data.plan import OPEN, ShardBatches
 from choros.data.rows import Part, Sharding, batch_counts, check_global_batch, note_rows, order_of, slice_rows
 from choros.data.tf_auto_shard import (

@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 
 from choros.arrays import adapter_of, framework_adapter
 from choros.comm import global_process_set
-from choros.data.data_kind import LocalBatches
-from choros.data.kinds import kind_of
+from choros.data.kinds import LocalBatches, kind_of
 from choros.data.rows import Part, cut
 from choros.distribute.replicas import Replicas
 from choros.distribute.types import InputContext, per_replica
