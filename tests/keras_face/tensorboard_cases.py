@@ -10,7 +10,7 @@ import pytest
 
 from choros.errors import ConfigError
 from choros.keras.callbacks import TensorBoard
-from choros.training.first_rank import FirstRankCallback
+from choros.training.callbacks import FirstRankCallback
 from choros.training.tensorboard import stand_in_for
 from event_files import scalars, values
 
@@ -69,7 +69,7 @@ def case_a_callback_of_the_first_rank_knows_the_model_only_there(monkeypatch):
             super().set_model(model)
 
     for is_first in (False, True):
-        monkeypatch.setattr("choros.training.first_rank.is_first", lambda is_first=is_first: is_first)
+        monkeypatch.setattr("choros.training.callbacks.is_first", lambda is_first=is_first: is_first)
         model = network()
         model.fit(X, Y, verbose=0, callbacks=[FirstRankCallback(Writer())])
         assert given == ([model] if is_first else [])

@@ -51,9 +51,13 @@ from choros.parallel.identical import are_identical
 from choros.parallel.moments import RankMoments
 from choros.parallel.objects import shared_result
 from choros.settings import current
-from choros.training.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
+from choros.training.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    FirstRankCallback,
+    MetricAverageCallback,
+    verbose_on_first_rank,
+)
 from choros.training.evaluation import repeated
-from choros.training.first_rank import FirstRankCallback, verbose_on_first_rank
 from choros.training.keras_internals.fit import (
     built_before_training,
     epochs_of_any_length,

@@ -1,8 +1,10 @@
-"""Callbacks of both programming models: identical weights, metrics of all ranks, epochs that end together."""
+"""Callbacks of both programming models: identical weights, metrics of all ranks, epochs that end together; and what
+calls others on rank 0 alone.
+"""
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, final
 
@@ -18,7 +20,6 @@ from choros.parallel.identical import are_identical
 from choros.parallel.objects import object_of_first
 from choros.parallel.reduce import noise
 from choros.settings import current
-from choros.training.first_rank import is_first
 from choros.training.keras_internals.fit import initial_epoch, set_initial_epoch, sync_jax_state
 from choros.training.keras_internals.models import is_built, overrides
 from choros.training.loading import time_loading
@@ -37,6 +38,12 @@ from choros.training.variables import broadcast_variables
 _FIRST_EPOCH = Request("first epoch")
 _log = logging.getLogger("choros")
 _NOT_MEASURED = "CHOROS_NOISE_SCALE has measured no step of this fit: docs/training.md says which steps are."
+
+
+def is_first() -> bool:
+    """Whether this is rank 0 at present; not a new rank before the others have taken it in."""
+    communicator = global_process_set.communicator
+    return communicator.rank == 0 and not communicator.is_new
 
 
 class EpochCallback(keras.callbacks.Callback):
@@ -317,3 +324,82 @@ def _report_metrics(model: Any, params: Mapping[str, Any]) -> None:
 
 def _numbers(logs: Mapping[str, Any] | None) -> dict[str, float]:
     return {name: float(value) for name, value in (logs or {}).items() if isinstance(value, Real)}
+
+
+def _passed_on(hook: str) -> Callable[..., None]:
+    def call(self: "FirstRankCallback", *arguments: Any, **named: Any) -> None:
+        self.pass_on(hook, *arguments, **named)
+
+    return call
+
+
+@final
+class FirstRankCallback(keras.callbacks.Callback):
+    """Calls ``callback``, which writes files or prints, on rank 0; if that is lost, the next rank 0 begins it
+    (``CSVLogger`` adds), but not a ``BackupAndRestore``::
+
+                  rank 0                 rank 1, then 0                              rank 2, then 1
+        epoch 1   writes a row           -                                           -
+        epoch 2   kill -9                begins, in epoch 2; writes a row            -
+        epoch 3                          writes a row                                -
+
+    >>> FirstRankCallback(keras.callbacks.CSVLogger("log.csv")).callback.filename
+    'log.csv'
+    """
+
+    def __init__(self, callback: Any, verbose: Any = None) -> None:
+        super().__init__()
+        self.callback = callback
+        self.async_safe = getattr(callback, "async_safe", False)
+        self._verbose = verbose
+        self._begun = False
+        self._epoch: int | None = None
+
+    def set_params(self, params: Any) -> None:
+        """Passes them on."""
+        super().set_params(params)
+        self.callback.set_params(params if self._verbose is None else {**params, "verbose": self._verbose})
+
+    def pass_on(self, hook: str, *arguments: Any, **named: Any) -> None:
+        """Calls a method of the callback, if this is rank 0; before the first one those that it has missed."""
+        is_epoch = hook == "on_epoch_begin"
+        if is_epoch:
+            self._epoch = arguments[0]
+        if not is_first():
+            return
+        if not self._begun:
+            self.callback.set_model(self.model)  # in which Keras' TensorBoard makes files
+        if not self._begun and hook != "on_train_begin":
+            go_on(self.callback)
+            self.callback.on_train_begin()
+            if self._epoch is not None and not is_epoch:
+                self.callback.on_epoch_begin(self._epoch)
+        self._begun = True
+        getattr(self.callback, hook)(*arguments, **named)
+
+    on_epoch_begin = _passed_on("on_epoch_begin")
+    on_epoch_end = _passed_on("on_epoch_end")
+    on_train_begin, on_train_end = _passed_on("on_train_begin"), _passed_on("on_train_end")
+    on_test_begin, on_test_end = _passed_on("on_test_begin"), _passed_on("on_test_end")
+    on_train_batch_begin, on_train_batch_end = _passed_on("on_train_batch_begin"), _passed_on("on_train_batch_end")
+    on_test_batch_begin, on_test_batch_end = _passed_on("on_test_batch_begin"), _passed_on("on_test_batch_end")
+
+
+def verbose_on_first_rank(callbacks: Sequence[Any]) -> Any:
+    """Lets Keras' own ``verbose`` callbacks print on rank 0 alone, from the start of each epoch; put it before them."""
+    own = [each for each in callbacks if type(each).__module__.partition(".")[0] == "keras"]
+    levels = [(each, each.verbose) for each in own if hasattr(each, "verbose")]
+
+    def set_levels(*_: Any, **__: Any) -> None:
+        for each, level in levels:
+            each.verbose = level if is_first() else 0
+
+    return keras.callbacks.LambdaCallback(on_train_begin=set_levels, on_epoch_begin=set_levels)
+
+
+def go_on(callback: Any) -> None:
+    """Prepares a callback for training that has begun before: a log is added to, and a backup, now older, not read."""
+    if isinstance(getattr(callback, "append", None), bool):
+        callback.append = True
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        callback.on_train_begin = lambda _=None: None

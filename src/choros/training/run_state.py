@@ -53,10 +53,9 @@ from choros.errors import ConfigError, PeerLostError
 from choros.observe.progress import page
 from choros.parallel.objects import object_of_first, shared_result
 from choros.settings import current
-from choros.training.callbacks import EpochCallback
+from choros.training.callbacks import EpochCallback, FirstRankCallback, go_on
 from choros.training.distributed_optimizer import reducer_of
 from choros.training.elastic_epochs import ElasticEpochs
-from choros.training.first_rank import FirstRankCallback, go_on
 from choros.training.keras_internals.fit import set_initial_epoch, sync_jax_state
 from choros.training.keras_internals.models import (
     build_from_batch,

@@ -25,7 +25,7 @@ import keras
 from choros.comm import is_initialized
 from choros.errors import ConfigError
 from choros.frameworks import is_installed
-from choros.training.first_rank import is_first
+from choros.training.callbacks import is_first
 
 _numbers = itertools.count()
 
