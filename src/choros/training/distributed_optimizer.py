@@ -8,7 +8,7 @@ The user's object gets a subclass of the same name: its state, saved name and Ke
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -351,24 +351,20 @@ def participation(optimizer: Any) -> Participation:
         slices = reducer.slices
         _apply_reduced(optimizer, tensors if slices is None else slices.placed(tensors, trained), trained)
 
-    def update_when_settled(reduced: list[Any], trained: Sequence[Any]) -> None:
-        communicator.when_settled(lambda: update(reduced, trained))
+    def when_settled(function: Callable[..., None]) -> Callable[..., None]:
+        return lambda *given: communicator.when_settled(partial(function, *given))
 
     if reducer.state_owner is not None:
         return reducer.participation(variables, update)
-    shared = reducer.shared(variables)
-
-    def accumulate_when_settled(gradients: list[tuple[Any, Any]]) -> None:
-        communicator.when_settled(lambda: _accumulate(optimizer, gradients))
-
-    of_others = (update_when_settled, accumulate_when_settled) if _makes_updates_of_others(optimizer) else ()
-    part = reducer.participation(shared, *of_others)
+    makes_updates = _makes_updates_of_others(optimizer)
+    of_others = (when_settled(update), when_settled(partial(_accumulate, optimizer))) if makes_updates else ()
+    part = reducer.participation(reducer.shared(variables), *of_others)
     if (commit := reducer.commit()) is not None:
         part = {**part, _commit_request(reducer): lambda _: communicator.when_settled(commit)}
     if reducer.slices is None:
         return part
-    cut = partial(communicator.when_settled, partial(_cut_anew, optimizer))
-    return {**part, MEETING: lambda _: None, _cut_request(reducer): lambda _: cut()}
+    cut = partial(_cut_anew, optimizer)
+    return {**part, MEETING: lambda _: None, _cut_request(reducer): lambda _: communicator.when_settled(cut)}
 
 
 def _makes_updates_of_others(optimizer: Any) -> bool:

@@ -178,11 +178,6 @@ class ElasticEpochs:
             self._committed = ledger.steps
             self.commit()
 
-    def begin_evaluation_again(self) -> None:
-        """Replaces the copies of slices that were lost, before more are; all ranks, which have just met, call it."""
-        if not self._steps.accumulated:
-            self._steps.cut_anew(have_met=True)
-
     def _commit_after_loss(self) -> None:
         if self.commit is None or global_process_set.communicator.size >= current().min_np:
             return

@@ -23,7 +23,6 @@ from choros.data.epochs import EpochData
 from choros.data.kinds import epochs_behind
 from choros.data.plan import OPEN, ShardBatches
 from choros.elastic.preemption import leave_if_asked
-from choros.training.elastic_epochs import ElasticEpochs
 from choros.training.keras_internals.fit import abandon_test, epochs_of_any_length, finish_step, sync_jax_state
 from choros.training.keras_internals.models import build_metrics
 from choros.training.metrics import global_metrics
@@ -61,11 +60,12 @@ def next_interval(interval: int, milliseconds: int) -> int:
 class Evaluation:
     """The evaluations of one model by all ranks: ``results`` are the metrics of all rows, once one has ended."""
 
-    def __init__(self, model: Any, epochs: Callable[[], ElasticEpochs | None]) -> None:
+    def __init__(self, model: Any, steps: Any) -> None:
+        """``steps``: the model's ``trainer.Steps``."""
         self.is_running = False
         self.results: dict[str, Any] | None = None
         self._model = model
-        self._epochs = epochs
+        self._steps = steps
         self._evaluate: Any = None
         #: The ranks over which the data were sharded, as they were launched; ``None`` if they were not.
         self._ranks: tuple[int, ...] | None = None
@@ -97,13 +97,13 @@ class Evaluation:
         """``evaluate()``; in an elastic job again if a rank that has a shard is lost: ``data`` are sharded before."""
         if not global_process_set.communicator.elastic:
             return evaluate()
-        epochs = self._epochs()
+        epochs = self._steps.epochs
         epoch = 0 if epochs is None else epochs.data.epoch
 
         def attempt() -> T:
             communicator = global_process_set.communicator
-            if self._has_changed and epochs is not None:
-                epochs.begin_evaluation_again()
+            if self._has_changed and epochs is not None and not self._steps.accumulated:
+                self._steps.cut_anew(have_met=True)  # replaces the copies of slices that were lost, before more are
             self._ranks = None if data is None else communicator.launched
             if data is not None:
                 # This rank may have no rows, from which Keras would create them.
@@ -156,7 +156,7 @@ class Evaluation:
         self._interval = next_interval(self._interval, slowest)
         self._next += self._interval
         self._since = time.monotonic()
-        epochs = self._epochs()
+        epochs = self._steps.epochs
         if self._has_changed or (epochs is not None and epochs.job_ends):
             self._join()  # ranks without batches come back, too
             raise RanksHaveChanged
@@ -177,8 +177,8 @@ class Evaluation:
     def _join(self) -> None:
         """Participates in the others' test steps until no rank goes on with this evaluation."""
         joining.join(global_process_set.communicator, {})
-        if (epochs := self._epochs()) is not None:
-            epochs.end_if_job_ends()
+        if self._steps.epochs is not None:
+            self._steps.epochs.end_if_job_ends()
         self._check()
 
     @property

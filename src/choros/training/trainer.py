@@ -90,7 +90,7 @@ class Steps:
         self.optimizers: list[Any] = []
         self.in_epoch = False
         self.epochs: ElasticEpochs | None = None
-        self.evaluation = Evaluation(model, lambda: self.epochs)
+        self.evaluation = Evaluation(model, self)
         self._model = model
         #: On JAX, where steps may be compiled for the devices of all ranks.
         self._spmd: Any = None
