@@ -74,15 +74,7 @@ from choros.training.keras_internals.models import (
     own_variables,
     statistics_of,
 )
-from choros.training.metrics import (
-    as_logged,
-    flat_results,
-    global_results,
-    merged_metrics,
-    own_results,
-    shared_logs,
-    watch,
-)
+from choros.training.metrics import flat_results, global_results, logs_of_step, merged_metrics, watch
 from choros.training.random_numbers import draw_by_rank
 from choros.training.run_state import RunCallback
 from choros.training.tensorboard import TensorBoard
@@ -311,8 +303,7 @@ class SynchronousTraining(Training):
                 steps.join()
             results = flat_results(steps.evaluation.end()) if is_test else global_results(model)
             if overrides(model, "test_step" if is_test else "train_step"):
-                shared = shared_logs(logs, count_rows(own["x"]) if logs else 0, own_results(model), results)
-                results = {**shared, **as_logged(results, shared)}
+                results = logs_of_step(model, logs, count_rows(own["x"]) if logs else 0, results)
         return results if call["return_dict"] else flatten_metrics(model, results)
 
     def _callbacks(self, model: Any, given: Any, averaging: MetricAverageCallback) -> list[Any]:

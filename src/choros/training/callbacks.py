@@ -28,6 +28,7 @@ from choros.training.metrics import (
     count_examples,
     flat_results,
     global_results,
+    logs_of_step,
     own_results,
     shared_logs,
 )
@@ -233,12 +234,10 @@ class MetricAverageCallback(EpochCallback):
             results = flat_results(self._steps.evaluation.end())
         logged = as_logged(results, logs or ())
         if logs is not None and overrides(self.model, "test_step"):
-            others = {name: value for name, value in logs.items() if name not in logged}
-            examples, own = count_examples(self.model) or 1, own_results(self.model)
-            self.shared = logged | shared_logs(others, examples, own, results)
-            logs.update(self.shared)
+            logged = self.shared = logs_of_step(self.model, logs, count_examples(self.model) or 1, results)
+            logs.update(logged)
         if self._in_epoch or self._training:
-            self._validation = {f"val_{name}": value for name, value in (self.shared or logged).items()}
+            self._validation = {f"val_{name}": value for name, value in logged.items()}
         _replace(logs, logged)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

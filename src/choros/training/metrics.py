@@ -114,6 +114,12 @@ def shared_logs(logs: Logs, examples: float, own: Logs, results: Logs) -> dict[s
     return shared
 
 
+def logs_of_step(model: Any, logs: Logs, examples: float, results: Logs) -> dict[str, Any]:
+    """What a step of the user's has logged, of all ranks: the ``results`` of metrics, and ``shared_logs`` besides."""
+    shared = shared_logs(logs, examples, own_results(model), results)
+    return shared | as_logged(results, {*shared, *logs})
+
+
 def count_examples(model: Any) -> int:
     """The number of examples that the model's metrics have seen on this rank; 0 if it has no loss metric."""
     loss = next((metric for metric in model.metrics if metric.name == "loss" and hasattr(metric, "count")), None)
