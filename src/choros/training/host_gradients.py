@@ -12,7 +12,7 @@ from choros.comm import Array, DType
 from choros.parallel.reduce.gradients import DenseLayout, Gradient, GradientLayout, RowsLayout, SparseRows
 
 #: A number that the host returns to the training step.
-FLAG = ArraySpec((), np.dtype(np.int32))
+_FLAG = ArraySpec((), np.dtype(np.int32))
 
 
 def tensor_of(gradient: Gradient) -> Any:
@@ -64,7 +64,7 @@ def host_call(
             outputs += ArraySpec((None,), each.index_dtype), ArraySpec((None, *each.shape[1:]), each.dtype)
         else:
             outputs.append(ArraySpec(*each[:2]))
-    outputs.append(FLAG)
+    outputs.append(_FLAG)
     if device is not None:
         *results, flagged = device_adapter(device.framework).device_call(on_host, inputs, outputs)
     elif any(isinstance(each, RowsLayout) for each in (*layout, *returned)):
@@ -73,6 +73,17 @@ def host_call(
         keeps = keeps or returned != layout
         *results, flagged = adapter.host_call(on_host, inputs, outputs, replaced=len(returned), keeps=keeps)
     return _joined(results, returned, adapter.from_rows), flagged
+
+
+def tell_host(function: Callable[[Sequence[Array]], None], arrays: Sequence[Any]) -> Any:
+    """Calls ``function`` on the host, from any step, for what it does; returns a number that is computed by that."""
+
+    def on_host(hosts: Sequence[Array]) -> list[Array]:
+        function(hosts)
+        return [np.asarray(0, np.int32)]
+
+    (number,) = keras_arrays().host_call(on_host, arrays, [_FLAG])
+    return number
 
 
 def _rows_on_host(indices: Any, values: Any, shape: tuple[int, ...]) -> SparseRows:

@@ -29,13 +29,13 @@ from choros.parallel.reduce.torch_backward import BackwardExchange, are_replacea
 from choros.parallel.structure import with_items
 from choros.settings import current
 from choros.training.host_gradients import (
-    FLAG,
     dtype_of,
     host_call,
     is_embedding,
     keras_arrays,
     layout_entry,
     scaled,
+    tell_host,
     tensor_of,
 )
 from choros.training.keras_internals.fit import sync_jax_state
@@ -454,19 +454,12 @@ def _is_among(variable: Any, variables: Sequence[Any]) -> bool:
 
 def _call_if(due: Any, function: Callable[[Sequence[Any]], None], values: Sequence[Any]) -> None:
     """Calls ``function`` with the ``values`` if ``due``: now, or whenever the compiled step runs."""
-    adapter = keras_arrays()
     if due is False:  # also in a compiled step, which has reduced the gradients itself
         return
-    if not adapter.is_symbolic([due]):
-        if due:
-            function(values)
-        return
-
-    def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
-        function(hosts)
-        return [np.asarray(0, np.int32)]
-
-    keras.ops.cond(due > 0, lambda: adapter.host_call(on_host, values, [FLAG])[0], lambda: keras.ops.zeros((), "int32"))
+    if keras_arrays().is_symbolic([due]):
+        keras.ops.cond(due > 0, lambda: tell_host(function, values), lambda: keras.ops.zeros((), "int32"))
+    elif due:
+        function(values)
 
 
 def _step_examples() -> Any:

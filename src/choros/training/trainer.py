@@ -15,7 +15,6 @@ from typing import Any, final
 
 import keras
 
-from choros.arrays import framework_adapter
 from choros.comm import ProcessSet, Reduction, global_process_set, has_others, joining, opening
 from choros.data.epochs import EpochData
 from choros.data.rows import rows_differ
@@ -29,6 +28,7 @@ from choros.training.distributed_optimizer import move_outwards, receive_weights
 from choros.training.elastic_epochs import ElasticEpochs, as_in_fit
 from choros.training.evaluation import Evaluation
 from choros.training.files import complete_files
+from choros.training.host_gradients import keras_arrays
 from choros.training.keras_internals.fit import (
     JAX_STATE,
     epochs_of_any_length,
@@ -420,8 +420,7 @@ def _of_any_size(data: Any) -> Any:
 
 def _is_compiled(args: Sequence[Any]) -> bool:
     """Whether a step is being compiled; on torch, where none is, nothing is looked at."""
-    backend = keras.backend.backend()
-    return backend != "torch" and framework_adapter(backend).is_symbolic(keras.tree.flatten(args))
+    return keras.backend.backend() != "torch" and keras_arrays().is_symbolic(keras.tree.flatten(args))
 
 
 def _rows(data: Any, *, parts: bool) -> list[Any]:

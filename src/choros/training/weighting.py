@@ -35,11 +35,12 @@ from typing import Any, final
 import keras
 import numpy as np
 
-from choros.arrays import ArraySpec, framework_adapter
+from choros.arrays import ArraySpec
 from choros.comm import Array, Communicator, ProcessSet, Reduction, Request
 from choros.comm.request import CollectiveSpec, caller
 from choros.errors import ConfigError
 from choros.training.forms import CONSTANT, MEAN, SUM, Dependence, Form
+from choros.training.host_gradients import keras_arrays
 from choros.training.keras_internals.fit import apply_mask, reductions
 from choros.training.replaced import replaced
 
@@ -317,7 +318,7 @@ def _exchanged(step: ModelStep, value: Any, exchange: _Exchange, *, of_loss: boo
         return [np.asarray(factor, np.float32)]
 
     arrays = [keras.ops.convert_to_tensor(step.examples, "int32"), keras.ops.stop_gradient(value)]
-    (result,) = framework_adapter(keras.backend.backend()).host_call(on_host, arrays, [_SCALAR])
+    (result,) = keras_arrays().host_call(on_host, arrays, [_SCALAR])
     return result
 
 

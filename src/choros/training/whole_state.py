@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from choros.comm import Array, Request
 from choros.parallel.reduce.slices import LOADED, check_loaded, gather_parts
-from choros.training.host_gradients import FLAG, keras_arrays
+from choros.training.host_gradients import keras_arrays, tell_host
 from choros.training.keras_internals.models import innermost
 from choros.training.keras_internals.slice_variables import Outline, building, outline, outline_of
 from choros.training.sliced_state import ALONE, Slices
@@ -216,16 +216,15 @@ class WholeState:
         known = dict(zip(map(id, optimizer.variables), values, strict=True))
         own = [known[id(each)] if id(each) in known else value_of(each) for each in self.variables]
 
-        def on_host(hosts: Sequence[Array]) -> Sequence[Array]:
+        def wait(hosts: Sequence[Array]) -> None:
             self._state = hosts
             try:
                 self.slices.process_set.communicator.agree(MEETING)
             finally:
                 self._state = ()
-            return [np.asarray(0, np.int32)]
 
         if keras_arrays().is_symbolic(own):
-            keras_arrays().host_call(on_host, own, [FLAG])
+            tell_host(wait, own)
 
     def _value(self, slot: Slot, number: int = ALONE) -> Array | None:
         """This rank's value of a slot, or of its items in the slice with this number."""
