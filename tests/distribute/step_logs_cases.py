@@ -113,6 +113,47 @@ def case_what_a_step_returns_of_a_metric_by_another_name() -> None:
     assert set(history) == {"own", "val_own"}
 
 
+class Sums(keras.metrics.Metric):
+    """Several numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(name="sums")
+        self.sums = self.add_weight(shape=(2,), initializer="zeros", name="sums")
+
+    def update_state(self, predicted: Any) -> None:
+        self.sums.assign_add(keras.ops.stack([keras.ops.sum(predicted), keras.ops.sum(keras.ops.square(predicted))]))
+
+    def result(self) -> Any:
+        return 1.0 * self.sums
+
+
+class OfSeveral(Own):
+    """Returns a metric of several numbers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sums = Sums()
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.sums]
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self.sums.update_state(self(x, training=False))
+        return super().test_step(data) | {"sums": self.sums.result()}
+
+
+def case_a_metric_of_several_numbers_that_a_step_returns() -> None:
+    def use(model: keras.Model) -> Any:
+        x, y = X.astype("float32"), Y.astype("float32")
+        logs = [model.test_on_batch(x[:rows], y[:rows], return_dict=True) for rows in (8, 1)]
+        return logs, model.evaluate(X[:BATCH], Y[:BATCH], BATCH, verbose=0, return_dict=True)
+
+    (logs, _), _ = check(lambda: made(OfSeveral), use)
+    assert {name for each in logs for name in each} == {"loss", "twice", "sums"}
+
+
 class OfTheGuide(Own):
     """Returns its metrics as Keras' guides do, those of ``compile`` in a dict of their own."""
 

@@ -9,6 +9,7 @@ ON_SOME = {
     "case_what_a_step_returns_by_the_name_of_a_metric": "tensorflow torch",  # JAX's step is another
     "case_what_a_step_returns_of_a_metric_by_another_name": "tensorflow torch",
     "case_metrics_that_a_step_returns_as_the_guides_do": "tensorflow torch",
+    "case_a_metric_of_several_numbers_that_a_step_returns": "tensorflow torch",
     "case_a_metric_without_variables_is_said": "torch",
     "case_an_optimizer_of_pytorch_in_a_train_step": "torch",
     "case_arrays_of_text_and_without_rows": "tensorflow",

@@ -30,6 +30,8 @@ Rule = Reduction | None
 Logs = Mapping[str, Any]
 #: A rule, and the value that the variable begins with on each rank.
 Start = tuple[Rule, Any]
+#: A rank's examples, what it has logged (``None``: no number), and the names of the metrics that are equal to numbers.
+_Logged = tuple[float, dict[str, Any], dict[str, list[str]]]
 
 _DECLARED = {"sum": Reduction.SUM, "mean": Reduction.AVERAGE}
 #: For metrics of the user's: the arguments of an update, as arrays of zeros, and the rules once they are known.
@@ -98,26 +100,38 @@ def shared_logs(logs: Logs, examples: float, own: Logs, results: Logs) -> dict[s
     """What ranks have logged by names of no metric: the mean, weighted by their ``examples``. A number that is a
     metric's ``own`` result of this rank, which a step has returned by another name, becomes that of all ``results``.
     """
-    numbers = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0 and not isinstance(value, str)}
+    return _shared(_logged(logs, examples, own), results)
+
+
+def logs_of_step(model: Any, logs: Logs, examples: float, results: Logs) -> dict[str, Any]:
+    """What a step of the user's has logged, of all ranks: the ``results`` of metrics, and ``shared_logs`` besides."""
+    logged = _logged(logs, examples, own_results(model))
+    return _shared(logged, results) | as_logged(results, {name for _, numbers, _ in logged for name in numbers})
+
+
+def _logged(logs: Logs, examples: float, own: Logs) -> list[_Logged]:
+    """What each rank with examples has logged; ``own``: the results of its metrics."""
+    numbers = {
+        name: float(value) if np.ndim(value) == 0 and not isinstance(value, str) else None
+        for name, value in logs.items()
+    }
     equal = {
         name: [metric for metric, each in own.items() if np.ndim(each) == 0 and np.isclose(value, each, 1e-6, 0.0)]
         for name, value in numbers.items()
+        if value is not None
     }
+    return [each for each in allgather_object((examples, numbers, equal), name="logs") if each[0]]
+
+
+def _shared(logged: Sequence[_Logged], results: Logs) -> dict[str, float]:
     shared: dict[str, float] = {}
-    everywhere = [each for each in allgather_object((examples, numbers, equal), name="logs") if each[0]]
-    for name in dict.fromkeys(name for _, numbers, _ in everywhere for name in numbers):
-        having = [each for each in everywhere if name in each[1]]
+    for name in dict.fromkeys(name for _, _, equal in logged for name in equal):
+        having = [each for each in logged if name in each[2]]
         metric = next((each for each in having[0][2][name] if each in results), None)
         total = sum(weight for weight, _, _ in having)
         mean = sum(weight * numbers[name] for weight, numbers, _ in having) / total
         shared[name] = mean if metric is None else float(results[metric])
     return shared
-
-
-def logs_of_step(model: Any, logs: Logs, examples: float, results: Logs) -> dict[str, Any]:
-    """What a step of the user's has logged, of all ranks: the ``results`` of metrics, and ``shared_logs`` besides."""
-    shared = shared_logs(logs, examples, own_results(model), results)
-    return shared | as_logged(results, {*shared, *logs})
 
 
 def count_examples(model: Any) -> int:
