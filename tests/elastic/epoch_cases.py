@@ -117,6 +117,25 @@ def case_a_py_dataset():
     assert rows(one.batches([ShardBatches(1, 2, range(1, 3))], 2)) == seen[2][1][1:3]
 
 
+def case_a_py_dataset_that_another_fit_has_read_has_that_order_in_a_process_that_has_not():
+    """And that order is the one that it has in one process of plain Keras."""
+    inner, expected = Batches(shuffle=True), Batches(shuffle=True)
+    first = epochs_of(inner, sharding())
+    first.begin_fit()
+    for epoch in range(2):
+        first.begin_epoch(epoch, ())
+        expected.on_epoch_end()
+    second, late = epochs_of(inner, sharding()), epochs_of(Batches(shuffle=True), sharding())
+    for epochs in (second, late):
+        epochs.begin_fit()
+    late.seed = second.seed  # of a commit, or of the other ranks
+    for epochs in (first, second, late):
+        if epochs is first:  # what choros.keras.shard returns is given to both
+            epochs.begin_fit()
+        epochs.begin_epoch(0, [ShardBatches(0, 1, range(OPEN))])
+        assert rows(epochs.batches(epochs.parts, 0)) == rows(expected[index] for index in range(len(expected)))
+
+
 def case_epochs_of_steps_are_those_of_a_process_that_has_read_none_before():
     """In another call of fit, to which a new rank, or a job that is started again, comes."""
 

@@ -45,6 +45,9 @@ class EpochData(ABC):
         """A data set that Keras' ``fit`` takes: each iteration yields the batches of ``parts``."""
         return self._make(self)
 
+    def begin_fit(self) -> None:  # noqa: B027  (most data have nothing to do then)
+        """Is called before the epochs of an elastic ``fit``: an earlier one may have read the same data."""
+
     def begin_epoch(self, epoch: int, parts: Iterable[ShardBatches]) -> None:
         """Sets what the next iteration of ``data`` yields. Keras takes an unknown number of batches, as always with
         Grain, from its first epoch that has any, for all later ones: that one must not begin in the middle.
@@ -206,6 +209,11 @@ class StepsOfEpoch(EpochData):
         self._next: tuple[int, list[ShardBatches]] | None = None
         self.epoch, self.seed, self.parts = inner.epoch, inner.seed, inner.parts
         self.doubt, self.begins_anywhere = inner.doubt, inner.begins_anywhere
+
+    def begin_fit(self) -> None:
+        """As for other data."""
+        self._inner.begin_fit()
+        self.seed = self._inner.seed
 
     @property
     def number_of_batches(self) -> int:

@@ -229,9 +229,15 @@ class _PyDatasetPart(_InOrder):
         self._epoch += 1
 
 
+#: The attribute of a data set that says how many epochs have begun, and how many ended, in all calls of ``fit``.
+_EPOCHS = "_choros_epochs"
+
+
 @final
 class _PyDatasetEpochs(IndexedData):
-    """The epochs of a ``PyDataset``, whose methods for the beginning and the end of an epoch are called once each."""
+    """The epochs of a ``PyDataset``, whose methods for the beginning and the end of an epoch are called once each.
+    ``seed``: also how many epochs have begun before this ``fit``, of which a new process knows nothing.
+    """
 
     def __init__(self, inner: Any, sharding: Sharding) -> None:
         def make(own: IndexedData) -> PartsDataset:
@@ -239,18 +245,25 @@ class _PyDatasetEpochs(IndexedData):
 
         def rows(part: Part, index: int, epoch: int) -> Any:
             if sharding.shuffle:
-                index = shuffled_batch(index, inner.num_batches, self.seed, epoch)
+                index = shuffled_batch(index, inner.num_batches, self.seed[0], epoch)
             return part.of(inner[index])
 
         super().__init__(sharding, make, lambda: inner.num_batches, rows)
-        self._inner, self._ended = inner, 0
+        self._inner, self._counts = inner, [0, 0]
+        self.seed = [sharding.seed, 0]
+
+    def begin_fit(self) -> None:
+        """Counts the epochs on from those of earlier calls of ``fit``."""
+        self._counts = vars(self._inner).setdefault(_EPOCHS, [0, 0])
+        self.seed = [self.seed[0], self._counts[0]]
 
     def begin_epoch(self, epoch: int, parts: Iterable[ShardBatches]) -> None:
         """Ends the epochs before this one; not at their own end, as their batches may be read again until now."""
         super().begin_epoch(epoch, parts)
-        for _ in range(epoch - self._ended):
+        before, ended = self.seed[1] + epoch - self.first, self._counts[1]
+        for _ in range(before - ended):
             self._inner.on_epoch_end()
-        self._ended = max(epoch, self._ended)
+        self._counts[:] = before + 1, max(before, ended)
         self._inner.on_epoch_begin()
 
 

@@ -48,6 +48,7 @@ class ElasticEpochs:
 
     def __init__(self, data: EpochData, steps: Any, class_weight: Mapping[int, float] | None = None) -> None:
         """``steps``: the model's ``trainer.Steps``."""
+        data.begin_fit()
         self.data = data
         self._steps = steps
         self._class_weight = class_weight
