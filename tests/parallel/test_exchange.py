@@ -53,7 +53,7 @@ def test_sums_are_written_into_contiguous_arrays(scales: tuple[float, float], co
     expected = exchange.sum(arrays, *scales)
     others = [np.empty_like(array) for array in arrays]
     for given, out in ((arrays, strided), (strided, others), (arrays, arrays)):
-        results = exchange.sum_into(out, given, *scales)
+        results = exchange.sum(given, *scales, out)
         assert [each is array for each, array in zip(results, out, strict=True)] == [out is not strided] * len(arrays)
         for result, array in zip(results, expected, strict=True):
             np.testing.assert_array_equal(result, array)

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self, final
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,48 +184,6 @@ def views(buffer: FusionBuffer, flat: Array, layout: Layout, results: list[Array
     """Stores views of the arrays in ``flat``, the whole buffer, at their indices in ``results``."""
     for slot in buffer.slots:
         results[slot.index] = flat[slot.start : slot.stop].reshape(layout[slot.index][0])
-
-
-@final
-class FusedExchange:
-    """Sums arrays by allreduces, as they are or cast; each is scaled and copied into a message once, and out of it
-    once. An ``Exchange`` of gradients (``parallel/reduce``).
-    """
-
-    def __init__(
-        self, communicator: Members, layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype
-    ) -> None:
-        self._communicator = communicator
-        self._layout = layout
-        self._buffers = plan_fusion(layout, groups, wire_dtype, communicator.chunk_bytes, communicator.direct_bytes)
-        self.description = ", ".join(f"{buffer.wire}[{buffer.size}]" for buffer in self._buffers)
-
-    def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
-        """See ``Exchange``."""
-        return self.sum_into(None, arrays, before, after)
-
-    def sum_into(
-        self, out: Sequence[Array] | None, arrays: Sequence[Array] | None, before: float, after: float
-    ) -> list[Array]:
-        """See ``Exchange``; in place, it writes a chunk where it has just read it, and it is still in the caches."""
-        if out is not None and not all(array.flags.c_contiguous for array in out):
-            out = None
-        flats = None if arrays is None else [array.reshape(-1) for array in arrays]
-
-        def fill(chunk: Chunk, message: Array) -> None:
-            if flats is None:
-                message.fill(0)
-            elif before != 1.0 and message.itemsize < flats[chunk.slices[0].index].itemsize:
-                # Before the cast: values that overflow the narrower dtype may fit after scaling.
-                concatenate_scaled(chunk.parts(flats), message, before)
-            else:
-                pack(flats, chunk, message)
-                scale_into(message, message, before)
-
-        def write(message: Array, target: Array) -> None:
-            scale_into(target, message, after)
-
-        return reduce_buffers(self._communicator, self._layout, self._buffers, Reduction.SUM, fill, write, out)
 
 
 def concatenate_scaled(parts: Sequence[Array], out: Array, scale: float) -> None:

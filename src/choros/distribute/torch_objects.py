@@ -26,8 +26,7 @@ from choros.parallel.compression import Compression
 from choros.parallel.identical import are_identical
 from choros.parallel.ops import broadcast_arrays
 from choros.parallel.random_streams import torch_numbers_of
-from choros.parallel.reduce.device import device_to_reduce_on
-from choros.parallel.reduce.plan import ReduceConfig
+from choros.parallel.reduce.plan import ReduceConfig, device_to_reduce_on
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import compare_parameters
 

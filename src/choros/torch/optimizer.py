@@ -23,8 +23,7 @@ from choros.data.data_loader import time_data_loaders
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.objects import allgather_object
-from choros.parallel.reduce.device import device_to_reduce_on
-from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes, check_passes, indices_of_groups
+from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes, check_passes, device_to_reduce_on, indices_of_groups
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.slices import check_process_set
 from choros.parallel.reduce.torch_backward import BackwardExchange

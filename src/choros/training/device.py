@@ -10,8 +10,7 @@ import keras
 from choros.comm import topology
 from choros.comm.devices import Device
 from choros.errors import ConfigError
-from choros.parallel.reduce.device import device_to_reduce_on
-from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes
+from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes, device_to_reduce_on
 from choros.training.keras_internals.models import torch_device
 
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
 from choros.comm import BFLOAT16, Array, Communicator, DType
-from choros.comm.fusion import FusedExchange, Layout
+from choros.comm.fusion import Layout
 from choros.errors import ConfigError
-from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
+from choros.parallel.reduce.exchange import Exchange, FusedExchange, Given, SplitExchange, only
 
 Vector = NDArray[np.float32]
 
@@ -170,7 +170,8 @@ class _VectorExchange(Exchange):
         self._feedback = ErrorFeedback(self._vector.shape) if compressor.feedback else None
         self.description = compressor.describe(ends[-1])
 
-    def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
+    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
+        del out
         vector = self._vector
         if arrays is None:
             vector.fill(0)

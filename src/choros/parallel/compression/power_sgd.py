@@ -10,17 +10,16 @@ A step, for the matrix M of each rank, its gradient plus the residual; Q is the 
 """
 
 import math
-from collections.abc import Sequence
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Array, Communicator, DType
-from choros.comm.fusion import FusedExchange, Layout
+from choros.comm.fusion import Layout
 from choros.errors import ConfigError
 from choros.parallel.compression.compressor import ErrorFeedback, SelectiveCompressor, is_floating, plain_dtype
-from choros.parallel.reduce.exchange import Exchange
+from choros.parallel.reduce.exchange import Exchange, FusedExchange, Given
 
 Matrix = NDArray[np.float32]
 
@@ -59,7 +58,8 @@ class _PowerExchange(Exchange):
         self._sum_left, self._sum_right = sums
         self.description = f"rank {rank} of {', '.join(f'float32[{n}, {m}]' for n, m in self._shapes)}"
 
-    def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
+    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
+        del out
         matrices = [feedback.residual.copy() for feedback in self._feedback]
         if arrays is not None:
             for matrix, array in zip(matrices, arrays, strict=True):

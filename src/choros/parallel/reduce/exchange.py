@@ -1,13 +1,31 @@
-"""The interface between the reducer and compression: an exchange sums arrays over the ranks."""
+"""What the reducer and compressions have in common: an exchange sums arrays over the ranks."""
 
-from abc import abstractmethod
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, final
+from typing import Any, TypeAlias, final
 
-from choros.comm.fusion import Layout
+from choros.arrays import device_adapter
+from choros.comm import Array, Communicator, DType, Reduction
+from choros.comm.devices import Device
+from choros.comm.fusion import (
+    Chunk,
+    Layout,
+    WireDtype,
+    concatenate_scaled,
+    pack,
+    plan_fusion,
+    reduce_buffers,
+    scale_into,
+)
+from choros.errors import EngineError
+from choros.parallel.structure import with_items
+
+#: Arrays as an exchange takes them: host arrays, tensors on a device or ``SparseRows``.
+Given: TypeAlias = Sequence[Any] | None
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """Sums arrays of one layout over the ranks of one communicator; created once, used in every step.
 
     All ranks call ``sum`` within the exclusive section in which they have agreed on the step. It owns the state that it
@@ -20,25 +38,100 @@ class Exchange(Protocol):
     description: str
 
     @abstractmethod
-    def sum(self, arrays: Sequence[Any] | None, before: float, after: float) -> list[Any]:
+    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Any]:
         """Returns the sum over the ranks of ``arrays * before``, times ``after``.
 
         Args:
-            arrays: this rank's, which are not written to: host arrays, tensors on a device or ``SparseRows``, as the
-                exchange takes them. ``None`` for zeros, of a rank that has no gradients.
+            arrays: this rank's, which are not written to; ``None`` for zeros, of a rank that has no gradients.
             before: the factor of this rank's arrays: its share of the examples.
             after: the factor of the sum, the same on every rank.
+            out: where results may be written, maybe ``arrays`` themselves; ``None``: into new arrays.
 
         Returns:
-            New arrays of the layout's shapes and dtypes, the same on every rank.
+            Arrays of the layout's shapes and dtypes, the same on every rank.
         """
 
-    def sum_into(
-        self, out: Sequence[Any] | None, arrays: Sequence[Any] | None, before: float, after: float
-    ) -> list[Any]:
-        """``sum``, which may write the results into ``out``, maybe ``arrays`` themselves, and return these."""
+
+@final
+class FusedExchange(Exchange):
+    """Sums arrays by allreduces, as they are or cast; each is scaled and copied into a message once, and out of it
+    once. In place, it writes a chunk where it has just read it, and it is still in the caches.
+    """
+
+    def __init__(
+        self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype
+    ) -> None:
+        self._communicator = communicator
+        self._layout = layout
+        self._buffers = plan_fusion(layout, groups, wire_dtype, communicator.chunk_bytes, communicator.direct_bytes)
+        self.description = ", ".join(f"{buffer.wire}[{buffer.size}]" for buffer in self._buffers)
+
+    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
+        """See ``Exchange``."""
+        if out is not None and not all(array.flags.c_contiguous for array in out):
+            out = None
+        flats = None if arrays is None else [array.reshape(-1) for array in arrays]
+
+        def fill(chunk: Chunk, message: Array) -> None:
+            if flats is None:
+                message.fill(0)
+            elif before != 1.0 and message.itemsize < flats[chunk.slices[0].index].itemsize:
+                # Before the cast: values that overflow the narrower dtype may fit after scaling.
+                concatenate_scaled(chunk.parts(flats), message, before)
+            else:
+                pack(flats, chunk, message)
+                scale_into(message, message, before)
+
+        def write(message: Array, target: Array) -> None:
+            scale_into(target, message, after)
+
+        return reduce_buffers(self._communicator, self._layout, self._buffers, Reduction.SUM, fill, write, out)
+
+
+@final
+class DeviceExchange(Exchange):
+    """An allreduce of tensors on their device, without host staging; many to a message, which the framework itself
+    packs and unpacks.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        layout: Layout,
+        groups: Sequence[Sequence[int]],
+        wire_dtype: WireDtype,
+        device: Device,
+    ) -> None:
+        if communicator.devices is None:
+            raise EngineError(f"the {communicator.engine} engine cannot reduce tensors on {device.type} in place.")
+        self._communicator = communicator
+        self._collectives = communicator.devices
+        self._device = device
+        self._arrays = device_adapter(device.framework)
+        self._layout = layout
+        self._sizes = [math.prod(shape) for shape, _ in layout]
+        self._messages: list[tuple[DType, list[int]]] = [
+            (wire, [index for index in group if wire_dtype(layout[index][1]) == wire])
+            for group in groups
+            for wire in dict.fromkeys(wire_dtype(layout[index][1]) for index in group)
+        ]
+        sent = [f"{wire}{[self._sizes[index] for index in part]}" for wire, part in self._messages]
+        self.description = f"on {device.type}: " + ", ".join(sent)
+
+    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
+        """See ``Exchange``; takes and gives tensors."""
         del out
-        return self.sum(arrays, before, after)
+        results: list[Any] = [None] * len(self._layout)
+        for wire, part in self._messages:
+            own = None if arrays is None else [arrays[index] for index in part]
+            sizes = [self._sizes[index] for index in part]
+            message = self._arrays.pack(own, sizes, wire, before, self._device)
+            self._communicator.bytes_sent += sum(sizes) * wire.itemsize
+            if sum(sizes):
+                self._collectives.reduce_in_place(self._arrays.buffer(message, self._device), Reduction.SUM)
+            parts = self._arrays.unpack(message, [self._layout[index] for index in part], after)
+            results = with_items(results, part, parts)
+        return results
 
 
 @final
@@ -49,8 +142,9 @@ class SplitExchange(Exchange):
         self._parts = parts
         self.description = "; ".join(exchange.description for _, exchange in parts)
 
-    def sum(self, arrays: Sequence[Any] | None, before: float, after: float) -> list[Any]:
+    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Any]:
         """See ``Exchange``."""
+        del out
         results: dict[int, Any] = {}
         for indices, exchange in self._parts:
             own = None if arrays is None else [arrays[index] for index in indices]

@@ -29,7 +29,7 @@ from choros.arrays import adapter_of
 from choros.comm import Array, Communicator, DType
 from choros.comm.fusion import WireDtype, aligned_empty, regrouped, scale_into
 from choros.comm.reduction import wide_dtype
-from choros.parallel.reduce.exchange import Exchange
+from choros.parallel.reduce.exchange import Exchange, Given
 
 #: A host array, a tensor on a device or ``SparseRows``.
 Gradient: TypeAlias = Any
@@ -229,8 +229,9 @@ class RowsExchange(Exchange):
         self._wires = [row_dtype(each.dtype) for each in layout]
         self.description = ", ".join(f"gathered {wire}" for wire in self._wires)
 
-    def sum(self, arrays: Sequence[SparseRows] | None, before: float, after: float) -> list[SparseRows]:
+    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[SparseRows]:
         """See ``Exchange``; takes and gives rows."""
+        del out
         size, number = self._communicator.size, len(self._layout)
         given = [each.rows(0) for each in self._layout] if arrays is None else arrays
         own = [len(rows.indices) for rows in given]

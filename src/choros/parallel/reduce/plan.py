@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any
@@ -16,8 +16,7 @@ from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor, check_compressor
 from choros.parallel.compression.compressor import Float16, NoCompression
 from choros.parallel.compression.sliced import Bfloat16
-from choros.parallel.reduce.device import DeviceExchange
-from choros.parallel.reduce.exchange import Exchange, SplitExchange, only
+from choros.parallel.reduce.exchange import DeviceExchange, Exchange, SplitExchange, only
 from choros.parallel.reduce.gradients import GradientLayout, RowsExchange, RowsLayout, describe
 from choros.parallel.reduce.slices import OwnItemsExchange, ScatterExchange, check_slices
 from choros.settings import VARIABLES, current
@@ -27,6 +26,18 @@ from choros.settings import VARIABLES, current
 _BUCKET_BYTES = 8 << 20
 #: Whether and when ranks compare what they train, by default.
 _COMPARES = (int(VARIABLES["compare_every"].default), VARIABLES["divergence"].default)
+
+
+def device_to_reduce_on(
+    communicator: Communicator, compressor: Compressor, framework: str, devices: Iterable[Any]
+) -> Device | None:
+    """Where tensors on ``devices`` are summed; ``None``: on the host, as for compressions that keep an error."""
+    different = {Device(device.type, device.index or 0, framework) for device in devices}
+    if len(different) != 1 or not isinstance(compressor, NoCompression | Float16):
+        return None
+    (device,) = different
+    collectives = communicator.devices
+    return device if collectives is not None and collectives.moves(device.type) else None
 
 
 def bucket_bytes(*, accelerated: bool, device: Device | None) -> int | None:

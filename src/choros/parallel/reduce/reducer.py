@@ -435,7 +435,7 @@ class GradientReducer:
             norms[0] += squared_norm(gradients) * (factor * factor)
         # Infinities are detected by the loss scale: NumPy must not warn of them.
         with np.errstate(over="ignore", invalid="ignore"):
-            reduced = exchange.sum_into(out, gradients, *self._scales)
+            reduced = exchange.sum(gradients, *self._scales, out)
         if Kind.BUCKET_DONE in events.heard:
             events.emit(Kind.BUCKET_DONE, self.name, bucket=bucket)
         if norms is not None:

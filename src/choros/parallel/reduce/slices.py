@@ -42,7 +42,7 @@ from choros.comm import Array, Communicator, ProcessSet, Reduction, Request, glo
 from choros.comm.fusion import WireDtype, aligned_empty, concatenate_scaled, scale_into
 from choros.comm.transfers import gather_shares, scatter_shares
 from choros.errors import ConfigError, PeerLostError
-from choros.parallel.reduce.exchange import Exchange
+from choros.parallel.reduce.exchange import Exchange, Given
 from choros.parallel.reduce.gradients import DenseLayout, Ranges, RowsLayout, SparseRows, describe
 
 #: Arrays are cut at multiples of this number of items, so that loops of vector instructions, and what they leave over,
@@ -216,14 +216,8 @@ class ScatterExchange(Exchange):
         ]
         self.description = ", ".join(f"scattered {wire}" for _, wire, _ in self._groups)
 
-    def sum(self, arrays: Sequence[Array] | None, before: float, after: float) -> list[Array]:
-        """See ``Exchange``; returns this rank's items."""
-        return self.sum_into(None, arrays, before, after)
-
-    def sum_into(
-        self, out: Sequence[Array] | None, arrays: Sequence[Array] | None, before: float, after: float
-    ) -> list[Array]:
-        """See ``Exchange``; ``out`` are flat arrays of this rank's items."""
+    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
+        """See ``Exchange``; returns this rank's items, flat."""
         rank, size = self._communicator.rank, self._communicator.size
         if out is None:
             out = [aligned_empty((each.items(rank),), each.dtype) for each in self._layout]
@@ -258,8 +252,9 @@ class OwnItemsExchange(Exchange):
         self._ranges = [each.ranges[rank] for each in layout]
         self.description = f"{exchange.description}, in slices"
 
-    def sum(self, arrays: Sequence[Any] | None, before: float, after: float) -> list[Any]:
+    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Any]:
         """See ``Exchange``; returns this rank's items."""
+        del out
         whole = self._exchange.sum(arrays, before, after)
         return [own_items(array, *ranges) for array, ranges in zip(whole, self._ranges, strict=True)]
 
