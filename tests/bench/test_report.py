@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from choros.bench.allreduce import tables
-from choros.bench.figures import Trial, allreduce_terms, format_seconds, ratios, summarise, trial_of
+from choros.bench.figures import Trial, allreduce_terms, ratios, summarise, trial_of
 from choros.bench.report import (
     Row,
     check_files,
@@ -19,6 +19,7 @@ from choros.bench.report import (
 )
 from choros.bench.train import overhead_tables
 from choros.errors import ConfigError
+from choros.wording import seconds_text
 
 PNG = b"\x89PNG"
 
@@ -46,26 +47,26 @@ def test_summary_and_ratios() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(9.99e-7, "1.00 µs"), (1.25e-5, "12.5 µs"), (0.001, "1.00 ms"), (0.5, "500 ms"), (75, "75.0 s")],
+    [(9.99e-7, "0.999 µs"), (1.25e-5, "12.5 µs"), (0.001, "1 ms"), (0.5, "500 ms"), (75, "75 s")],
 )
 def test_seconds(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
+    assert seconds_text(seconds) == text
 
 
 def test_a_table_has_all_three_ratios() -> None:
     rows = [row("choros", 1e-3), row("mpi4py", 2e-3)]
     assert plain_text(compare("sums", [("16 MiB", rows)], notes=["a note"])).splitlines() == [
         "sums",
-        "             best   median      CPU  best÷  median÷  CPU÷",
+        "          best  median   CPU  best÷  median÷  CPU÷",
         "16 MiB",
-        "  choros  1.00 ms  2.00 ms  3.00 ms",
-        "  mpi4py  2.00 ms  4.00 ms  6.00 ms   2.00     2.00  2.00",
+        "  choros  1 ms    2 ms  3 ms",
+        "  mpi4py  2 ms    4 ms  6 ms   2.00     2.00  2.00",
         "a note",
     ]
 
 
 def test_a_table_without_choros_has_no_ratios() -> None:
-    assert plain_text(compare("", [("", [row("mpi4py", 1.0)])])).splitlines()[3] == "  mpi4py  1.00 s  2.00 s  3.00 s"
+    assert plain_text(compare("", [("", [row("mpi4py", 1.0)])])).splitlines()[3] == "  mpi4py   1 s     2 s  3 s"
 
 
 def test_output_other_than_a_terminal_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 import pytest
 
-from choros.bench.cases import format_bytes, parse_sizes
+from choros.bench.cases import parse_sizes
 from choros.errors import ConfigError
+from choros.wording import bytes_text
 
 
 @pytest.mark.parametrize(
@@ -32,4 +33,4 @@ def test_an_empty_range_is_an_error() -> None:
 
 @pytest.mark.parametrize("size", [1, 4096, 1 << 20, 3 << 30])
 def test_formatted_sizes_can_be_parsed(size: int) -> None:
-    assert parse_sizes(format_bytes(size)) == (size,)
+    assert parse_sizes(bytes_text(size)) == (size,)

@@ -58,7 +58,7 @@ MPI = {"mpirun": "", "mpirun_problem": "no mpirun is installed on this machine. 
         ({"shared_memory": replace(ROOM, problem="Read-only file system")}, "shared memory", WARNING, "Read-only"),
         ({"open_files": (64, 64)}, "open files", WARNING, "open 64 files"),
         ({"open_files": (64, 4096)}, "open files", WARNING, "open 64 files; two ranks need 64"),
-        ({"fabric": True, "locked_memory": 65536}, "locked memory", WARNING, "lock 0.0625 MiB, and InfiniBand"),
+        ({"fabric": True, "locked_memory": 65536}, "locked memory", WARNING, "lock 64 KiB, and InfiniBand"),
         ({"processes": 100}, "processes", WARNING, "Only 100 processes"),
         ({"quota": 1.5}, "cores", WARNING, "quota is the time of 1.5"),
         ({"cores": 1, "allowed": 1}, "cores", WARNING, "1 of 16 processors may be used"),

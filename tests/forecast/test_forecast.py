@@ -217,7 +217,7 @@ def test_the_command(tmp_path: Path) -> None:
     file.write_text("".join(to_json(timeline())))
     given = f"{file} --np 4,1,16 --net 1Gbit,50us --per-host 4 --price 3.6 --mtbf 1000 --plot {drawn} --json {written}"
     done = CliRunner().invoke(forecast, given.split(), catch_exceptions=False)
-    assert "recorded on 2 ranks: 92.0 ms of computation a step, 4 MiB of gradients" in done.output
+    assert "recorded on 2 ranks: 92 ms of computation a step, 4 MiB of gradients" in done.output
     assert "Best, with the speed of a rank against one alone: plain on 1 rank (100%), " in done.output
     assert drawn.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(written.read_text())["forecasts"]

@@ -107,7 +107,7 @@ def test_the_table() -> None:
     found = table("train.py", ADAM, without, sliced, "15.5kB", 15_500)
     assert found.columns == ["", "weights", "gradients", "state", "buffers", "activations", "a rank", "fits 15.5kB"]
     (_, rows), (_, rows_of_slices) = found.sections
-    cells = ["3.9 KiB", "3.9 KiB", "7.9 KiB", "100 B", "4.9 KiB", "20.7 KiB", "no"]
+    cells = ["3.94 KiB", "3.94 KiB", "7.89 KiB", "100 B", "4.88 KiB", "20.7 KiB", "no"]
     assert rows == [["any number of ranks", *cells]]
     assert [row[0] for row in rows_of_slices] == ["1 rank", "2 ranks", "4 ranks"]
     assert [row[-1] for row in rows_of_slices] == ["no", "no", "yes"]
@@ -319,6 +319,6 @@ for shard_state in (False, True):
 def test_verbose_says_once_what_a_rank_has() -> None:
     ended = run("-np", 2, "--verbose", sys.executable, "-c", TRAINS, env={"KERAS_BACKEND": "torch"}, warm=True)
     assert ended.code == 0, ended.err
-    said = re.findall("memory of a rank: 4.0 MiB of weights, 4.0 MiB of gradients, (.*)[.]", ended.out + ended.err)
-    sliced = "4.0 of 8.0 MiB of the state of Adam (shard_state)"
-    assert said == [sliced, "8.0 MiB of the state of Adam; with shard_state about 4.0 MiB", sliced]
+    said = re.findall("memory of a rank: 4 MiB of weights, 4 MiB of gradients, (.*)[.]", ended.out + ended.err)
+    sliced = "4 MiB of 8 MiB of the state of Adam (shard_state)"
+    assert said == [sliced, "8 MiB of the state of Adam; with shard_state about 4 MiB", sliced]

@@ -150,7 +150,7 @@ def test_numbers_are_those_of_the_verdict():
 def test_collectives_are_those_of_all_ranks():
     record = read(record_of(3))
     assert collectives_of(record) == [("gradients", 3 * 590, 3 * 590_000), ("barrier", 3, 0)]
-    assert text_of("given to collectives", numbers_of(record)["given to collectives"]) == "1.77 MB"
+    assert text_of("given to collectives", numbers_of(record)["given to collectives"]) == "1.69 MiB"
     assert "1,770" in Reader(page_of(record)).texts
 
 

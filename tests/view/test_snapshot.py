@@ -123,7 +123,7 @@ def test_a_table_has_all_of_it():
     assert lines[1].startswith("epoch 2 of 4, batch 50 of 100, 37 %, 0:50 left")
     assert lines[2] == "10.0 steps/s, 160 examples/s"
     assert lines[3] == "loss 1.5"
-    assert lines[5].split() == ["0", "host0", "290", "10.0", "80.0", "50%", "0%", "50%", "0%", "0%", "0%", "1.0", "GB"]
+    assert lines[5].split() == ["0", "host0", "290", "10.0", "80.0", "50%", "0%", "50%", "0%", "0%", "0%", "954", "MiB"]
     assert lines[-2:] == ["chorosrun: rank 1 is slow.", "[0] Epoch 2"]
 
 

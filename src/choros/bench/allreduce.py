@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from choros.bench.cases import AllreduceCase, format_bytes, unet_shapes
+from choros.bench.cases import AllreduceCase, unet_shapes
 from choros.bench.contender import CHOROS, Contender, chorosrun, horovodrun, mpirun, process, torchrun
-from choros.bench.figures import format_ranks, ratios
+from choros.bench.figures import ratios
 from choros.bench.report import Row, Table, compare, fits, grouped, model_text
+from choros.wording import bytes_text, count_text
 
 ANY_ARRAY, MEMCPY = "choros, any array", "memcpy"
 DTYPES = ("float32", "float64", "float16", "int32", "int64")
@@ -54,7 +55,7 @@ def tables(measured: Sequence[Row]) -> list[Table]:
     numbers = sorted({row["ranks"] for row in measured})
     for ranks in numbers:
         here = [row for row in measured if row["ranks"] == ranks]
-        title = f"allreduce of {here[0]['dtype']}, {format_ranks(ranks)}"
+        title = f"allreduce of {here[0]['dtype']}, {count_text(ranks, 'rank')}"
         arrays = [row for row in here if row["bench"] == "allreduce"]
         single = grouped(arrays, _size)
         gradients = grouped([row for row in here if row["bench"] == "grouped"], _model)
@@ -67,7 +68,7 @@ def tables(measured: Sequence[Row]) -> list[Table]:
 
 
 def _size(row: Row) -> str:
-    return format_bytes(row["bytes"])
+    return bytes_text(row["bytes"])
 
 
 def _model(row: Row) -> str:

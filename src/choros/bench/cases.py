@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.errors import ConfigError
+from choros.wording import bytes_text
 
 Shape = tuple[int, ...]
 
@@ -48,7 +49,7 @@ class AllreduceCase:
         return {"bytes": self.bytes, "dtype": self.dtype, **model}
 
     def __str__(self) -> str:
-        size = format_bytes(self.bytes)
+        size = bytes_text(self.bytes)
         return f"{self.model}: {len(self.shapes)} gradients, {size}" if self.shapes else size
 
 
@@ -149,13 +150,3 @@ def _parse(text: str) -> int:
             "1MiB..256MiB; units are B, KiB, MiB and GiB."
         )
     return int(match[1]) * unit
-
-
-def format_bytes(size: int) -> str:
-    """Formats ``size`` bytes in the largest unit that fits.
-
-    >>> format_bytes(4096), format_bytes(1536 << 10), format_bytes(1000), format_bytes(470852)
-    ('4 KiB', '1.5 MiB', '1000 B', '459.8 KiB')
-    """
-    name, unit = next(((name, unit) for name, unit in _UNITS.items() if size >= unit), ("B", 1))
-    return f"{size / unit:.1f}".removesuffix(".0") + f" {name}"

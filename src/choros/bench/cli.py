@@ -14,10 +14,10 @@ from choros.bench import startup
 from choros.bench import train as training
 from choros.bench.cases import BATCHES, parse_ranks, parse_sizes
 from choros.bench.contender import CHOROS, check_names
-from choros.bench.figures import format_ranks
 from choros.bench.report import FILE, check_writable, compare, plot_rows, plot_sizes, show, write_json
 from choros.bench.run import Effort
 from choros.bench.session import ENOUGH_ROUNDS, BenchSession, machine, machine_text, progress
+from choros.wording import count_text
 
 _SIZES = "4KiB,256KiB,4MiB,16MiB,64MiB"
 _SIZES_HELP = "Sizes of the array. 1MiB..256MiB: all sizes between these two, in steps of a factor of four."
@@ -151,7 +151,7 @@ def train(framework: str, model: str, batch_size: int | None, ranks: int, sessio
         for name, group in contenders.items():
             row = partial(training.row, "train", name, ranks)
             session.run(group, cases, ranks, effort, row, f"{name}: ")
-    title, sections = f"training step, {format_ranks(ranks)}", training.sections(session.rows)
+    title, sections = f"training step, {count_text(ranks, 'rank')}", training.sections(session.rows)
     table = compare(title, sections, throughput=True, notes=training.NOTES)
     return session.report([table], lambda path: plot_rows(sections, path, title))
 
@@ -212,7 +212,7 @@ def start(ranks: int, session: BenchSession) -> int:
     with session:
         result = startup.run_starts(startup.CASES, wanted, ranks, session.rounds, session.show_progress)
         session.note(result, partial(startup.row, ranks))
-    title, sections = f"start to end, {format_ranks(ranks)}", startup.sections(session.rows)
+    title, sections = f"start to end, {count_text(ranks, 'rank')}", startup.sections(session.rows)
     return session.report(
         [compare(title, sections, notes=startup.NOTES)], lambda path: plot_rows(sections, path, title)
     )

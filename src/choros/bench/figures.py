@@ -52,24 +52,6 @@ def ratios(peer: Mapping[str, float], ours: Mapping[str, float]) -> tuple[float,
     return peer["best_s"] / ours["best_s"], peer["median_s"] / ours["median_s"], cpu
 
 
-def format_ranks(ranks: int) -> str:
-    """Returns ``1 rank``, ``2 ranks``, …"""
-    return f"{ranks} rank{'s' if ranks > 1 else ''}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Formats ``seconds`` with three digits and a unit.
-
-    >>> format_seconds(8.14e-6), format_seconds(0.0144), format_seconds(2.5), format_seconds(0.12345)
-    ('8.14 µs', '14.4 ms', '2.50 s', '123 ms')
-    """
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        value = seconds * scale
-        if value >= 1 or unit == "µs":
-            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
-    raise AssertionError
-
-
 #: α and β of a model of collectives: the seconds of a message, and those of a byte.
 AlphaBeta = tuple[float, float]
 

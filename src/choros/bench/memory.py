@@ -12,12 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from choros import durations
-from choros.bench.cases import format_bytes
 from choros.bench.contender import CHOROS, ContenderFailed, chorosrun
-from choros.bench.figures import format_ranks
 from choros.bench.process_group import run_to_end
 from choros.bench.report import Row, Table, grouped
 from choros.observe.processes import peak_bytes
+from choros.wording import bytes_text, count_text
 
 #: The layers of the model, the rows of a batch of a rank, and the steps.
 LAYERS, BATCH, STEPS = 25, 8, 4
@@ -89,7 +88,7 @@ def table(rows: Sequence[Row]) -> Table:
     """Returns the table of all frameworks, with their ratios as notes."""
     groups = grouped(rows, lambda row: str(row["framework"]))
     ranks, parameters = rows[0]["ranks"], rows[0]["parameters"]
-    title = f"memory of a rank, {format_ranks(ranks)}, {parameters / 1e6:.3g} million parameters, Adam"
+    title = f"memory of a rank, {count_text(ranks, 'rank')}, {parameters / 1e6:.3g} million parameters, Adam"
     notes = [f"{label}: {_sentence(found, ranks)}" for label, group in groups if (found := ratios(group))]
     notes.append(
         "before: after imports, init and the fit of a tiny model; peak: after training; training: their difference."
@@ -105,7 +104,7 @@ def _sentence(found: tuple[float, float], ranks: int) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    sizes = (format_bytes(row[name]) for name in ("before_bytes", "peak_bytes", "training_bytes"))
+    sizes = (bytes_text(row[name]) for name in ("before_bytes", "peak_bytes", "training_bytes"))
     return [_label(row["shard_state"]), *sizes, f"{row['training_bytes'] / row['parameters']:.1f} bytes"]
 
 

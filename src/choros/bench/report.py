@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import click
 import numpy as np
 
-from choros.bench.cases import format_bytes
 from choros.bench.contender import CHOROS
-from choros.bench.figures import AlphaBeta, allreduce_terms, fit, format_ranks, format_seconds, ratios
+from choros.bench.figures import AlphaBeta, allreduce_terms, fit, ratios
 from choros.durable import is_special, unfinished
 from choros.errors import ConfigError
 from choros.frameworks import is_installed
 from choros.observe.verdict import aligned
+from choros.wording import bytes_text, count_text, seconds_text
 
 T = TypeVar("T")
 #: The type of options that name a file.
@@ -73,7 +73,7 @@ def _cells(rows: Sequence[Row], throughput: bool) -> list[tuple[str, ...]]:
 
 def seconds_of(row: Row) -> tuple[str, str, str]:
     """Returns the cells of the seconds."""
-    return format_seconds(row["best_s"]), format_seconds(row["median_s"]), format_seconds(row["cpu_s"])
+    return seconds_text(row["best_s"]), seconds_text(row["median_s"]), seconds_text(row["cpu_s"])
 
 
 def images_per_s(row: Row) -> str:
@@ -191,14 +191,14 @@ def plot_sizes(rows: Sequence[Row], path: Path, cores: int) -> None:
     else:
         models = fits(rows)
         for ranks, sizes, seconds in _series(rows, CHOROS):
-            (points,) = axes.plot(sizes, seconds, "o", label=format_ranks(ranks))
+            (points,) = axes.plot(sizes, seconds, "o", label=count_text(ranks, "rank"))
             if model := models.get(ranks):
                 line = np.array([allreduce_terms(ranks, size) for size in sizes]) @ model
                 axes.plot(sizes, line, color=points.get_color(), label=f"  {model_text(model, '', '/byte')}")
         axes.set_title(scaling_title(numbers, cores))
         axes.text(0.98, 0.02, "lines: T = 2 lg p α + 2 (p−1)/p n β", transform=axes.transAxes, ha="right")
     axes.set(yscale="log", xlabel="bytes", ylabel="seconds")
-    save(figure, path, {row["bytes"]: format_bytes(row["bytes"]) for row in rows}, rotation=45)
+    save(figure, path, {row["bytes"]: bytes_text(row["bytes"]) for row in rows}, rotation=45)
 
 
 def save(figure: Any, path: Path, ticks: Mapping[int, str] = {}, rotation: int = 0) -> None:
@@ -222,7 +222,7 @@ def plot_rows(sections: Sequence[tuple[str, Sequence[Row]]], path: Path, title: 
         positions = range(len(labels), len(labels) + len(rows))
         axes.barh(positions, [row["best_s"] * 1e3 for row in rows], label=label)
         axes.plot([row["median_s"] * 1e3 for row in rows], positions, "k|", markersize=12)
-        labels += [f"{row['peer']}, {format_ranks(row['ranks'])}" for row in rows]
+        labels += [f"{row['peer']}, {count_text(row['ranks'], 'rank')}" for row in rows]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set(title=title, xlabel="milliseconds: best round (bar), median (mark)")

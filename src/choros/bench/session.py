@@ -20,6 +20,7 @@ from choros.bench.report import Row, Table, check_files, show, write_json
 from choros.bench.run import Case, Effort, RunResult, run_contenders
 from choros.launch.driver.machine import version_of
 from choros.launch.plan.cores import allowed_processors, usable_cores
+from choros.wording import bytes_text
 
 #: The packages whose versions are recorded, if they are installed.
 PACKAGES = (
@@ -146,7 +147,7 @@ def machine_text(described: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in described["versions"].items())
     return (
         f"{described['cpu']}, {described['cores']} cores ({described['logical_cpus']} logical), "
-        f"{described['memory_bytes'] / 2**30:.0f} GiB, {described['os']}, Python {described['python']}; {versions}"
+        f"{bytes_text(described['memory_bytes'])}, {described['os']}, Python {described['python']}; {versions}"
     )
 
 

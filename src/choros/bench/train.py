@@ -19,10 +19,11 @@ from choros.bench.contender import (
     torchrun,
     xla_devices,
 )
-from choros.bench.figures import format_ranks, ratios
+from choros.bench.figures import ratios
 from choros.bench.report import Row, Table, grouped, images_per_s, seconds_of
 from choros.errors import ConfigError
 from choros.frameworks import is_installed
+from choros.wording import count_text
 
 
 def of(framework: str, *contenders: Contender) -> tuple[Contender, ...]:
@@ -142,7 +143,7 @@ def overhead_tables(title: str, measured: Sequence[Row]) -> list[Table]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    return f"{row['peer']}, {format_ranks(row['ranks'])}", images_per_s(row), *seconds_of(row)
+    return f"{row['peer']}, {count_text(row['ranks'], 'rank')}", images_per_s(row), *seconds_of(row)
 
 
 def _notes(label: str, section: Sequence[Row]) -> list[str]:

@@ -26,6 +26,7 @@ from choros.errors import PeerLostError
 from choros.transport.address import is_loopback
 from choros.transport.peers import remote_addresses
 from choros.transport.silence import answers, ask_often, is_silent, unreachable_seconds
+from choros.wording import ranks_text
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
@@ -75,7 +76,7 @@ def _look() -> None:
 def _end(address: str) -> None:
     ranks = _ranks_at.get(address, [])
     error = PeerLostError(
-        f"the host {address} of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} cannot be reached any "
+        f"the host {address} of {ranks_text(ranks, None)} cannot be reached any "
         "more. The job cannot go on without: start it again, from its last checkpoint.",
         ranks=ranks,
     )

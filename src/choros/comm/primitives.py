@@ -18,6 +18,7 @@ from choros.comm.reduction import Array, Reduction
 from choros.comm.request import SHUTDOWN
 from choros.comm.signature import Signatures
 from choros.comm.waiting import Awaited
+from choros.wording import ranks_text
 
 #: A chunk of this size still fits the caches.
 CHUNK_BYTES = 4 << 20
@@ -55,9 +56,8 @@ class Change:
     def __str__(self) -> str:
         parts = []
         if self.lost:
-            ranks = f"rank{'s' if len(self.lost) > 1 else ''} {', '.join(map(str, self.lost))}"
             total = len(self.lost) + len(self.new_ranks)
-            parts.append(f"{ranks} of {total} {'were' if len(self.lost) > 1 else 'was'} lost")
+            parts.append(f"{ranks_text(self.lost, None)} of {total} {'were' if len(self.lost) > 1 else 'was'} lost")
         if self.joined:
             parts.append(f"{len(self.joined)} {'have' if len(self.joined) > 1 else 'has'} joined")
         number = len(self.new_ranks) + len(self.joined)

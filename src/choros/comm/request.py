@@ -25,6 +25,7 @@ from types import FrameType
 
 from choros.comm.reduction import Reduction
 from choros.observe import events
+from choros.wording import ranks_text
 
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _calls = threading.local()
@@ -141,7 +142,7 @@ def mismatch_text(texts: Sequence[str], ranks: Sequence[int]) -> str:
     asked: dict[str, list[int]] = {}
     for text, rank in zip(texts, ranks, strict=True):
         asked.setdefault(text, []).append(rank)
-    lines = [f"  rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {text}" for text, who in asked.items()]
+    lines = [f"  {ranks_text(who, None)}: {text}" for text, who in asked.items()]
     advice = "Ranks must call the same collectives with the same dtypes and shapes, and those without a name in order."
     if 0 < sum(text.startswith("gradients") for text in asked) < len(asked):
         advice += (

@@ -46,6 +46,7 @@ from choros.topology import Master, Topology
 from choros.transport.address import LOOPBACK, Location, address_towards, is_loopback, outward_address, this_host
 from choros.transport.channel import Channel, ChannelClosed, Listener, Unreachable, connect, connect_within, listen
 from choros.transport.secret import Key, rank_key, secret_in
+from choros.wording import ranks_text
 
 #: The key of a random value that rank 0 chooses for the job.
 _JOB = "job"
@@ -297,8 +298,7 @@ def exchange_locations(store: dist.Store, rank: int, size: int, address: str, se
 
 
 def _missing(store: dist.Store, keys: Sequence[str]) -> str:
-    missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-    return f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+    return ranks_text([rank for rank, key in enumerate(keys) if not store.check([key])], None)
 
 
 def _name(rank: int) -> str:

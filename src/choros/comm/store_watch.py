@@ -32,9 +32,10 @@ from choros.observe.events import Event, Kind
 from choros.observe.processes import state_of, take_stacks
 from choros.observe.progress import RankProgress, page, read_page
 from choros.observe.verdict import Stragglers, last_lines
-from choros.observe.waits import SameCall, Wait, Waits, ranks_text
+from choros.observe.waits import SameCall, Wait, Waits
 from choros.settings import current
 from choros.transport.address import Location, this_host
+from choros.wording import ranks_text
 
 if TYPE_CHECKING:
     from choros.comm.store import RendezvousStore

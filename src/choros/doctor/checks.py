@@ -9,6 +9,7 @@ from choros.doctor.facts import DirectoryFacts, MachineFacts, PackageFacts
 from choros.frameworks import FRAMEWORKS
 from choros.launch.processes.directories import SEGMENT
 from choros.settings import ENGINES, SESSION_BYTES
+from choros.wording import bytes_text, count_text
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 NAMES = {"tensorflow": "TensorFlow", "torch": "PyTorch", "jax": "JAX", "keras": "Keras", "mpi4py": "mpi4py"}
@@ -105,18 +106,19 @@ def _shared_memory(facts: MachineFacts) -> Iterator[Finding]:
     if memory is None:
         return
     needed, effect = facts.cores * SEGMENT, f"ranks use {facts.temporary.path} or TCP instead, which may be slower"
+    has = f"has {bytes_text(memory.free)} left of {bytes_text(memory.size)}"
     if memory.problem:
         text = f"{memory.path}, shared memory, cannot be written ({memory.problem}): {effect}."
         yield Finding("shared memory", WARNING, text, f"mount -o remount,rw {memory.path}")
     elif memory.free < needed:
         text = (
-            f"{memory.path}, shared memory, has {_bytes(memory.free)} left of {_bytes(memory.size)}, and a rank on each"
-            f" of the {facts.cores} cores needs {_bytes(needed)}: {effect}."
+            f"{memory.path}, shared memory, {has}, and a rank on each of the {facts.cores} cores needs "
+            f"{bytes_text(needed)}: {effect}."
         )
         fix = f"mount -o remount,size=1g {memory.path}; of a container: docker run --shm-size=1g"
         yield Finding("shared memory", WARNING, text, fix)
     else:
-        yield Finding("shared memory", OK, f"{memory.path} has {_bytes(memory.free)} left of {_bytes(memory.size)}.")
+        yield Finding("shared memory", OK, f"{memory.path} {has}.")
 
 
 def _limits(facts: MachineFacts) -> Iterator[Finding]:
@@ -130,7 +132,7 @@ def _limits(facts: MachineFacts) -> Iterator[Finding]:
     else:
         yield Finding("open files", OK, f"A process may open {_limit(soft)} files.")
     locked = facts.locked_memory
-    amount = "as much memory as it likes" if locked < 0 else _bytes(locked)
+    amount = "as much memory as it likes" if locked < 0 else bytes_text(locked)
     if facts.fabric and locked >= 0:
         text = f"A process may lock {amount}, and InfiniBand needs all of its buffers locked."
         yield Finding("locked memory", WARNING, text, "as root: ulimit -l unlimited, or memlock in limits.conf")
@@ -154,7 +156,7 @@ def _cores(facts: MachineFacts) -> Iterator[Finding]:
     else:
         yield Finding("cores", OK, f"{bound}, which are divided among the ranks.")
     if facts.numa_nodes:
-        nodes = f"{facts.numa_nodes} NUMA node{'s' * (facts.numa_nodes > 1)}"
+        nodes = f"{count_text(facts.numa_nodes, 'NUMA node')}"
         yield Finding("numa", OK, f"{nodes}; each rank has neighbouring cores.")
 
 
@@ -166,7 +168,7 @@ def _gpus(facts: MachineFacts) -> Iterator[Finding]:
     if not facts.accelerators:
         return
     names = f": {', '.join(dict.fromkeys(facts.gpus))}" if facts.gpus else ""
-    yield Finding("gpus", OK, f"{facts.accelerators} GPU{'s' * (facts.accelerators > 1)}{names}.")
+    yield Finding("gpus", OK, f"{count_text(facts.accelerators, 'GPU')}{names}.")
     torch = facts.packages.get("torch", _NONE).version
     if torch.endswith("+cpu"):
         text = f"PyTorch {torch} is a build without GPUs."
@@ -189,12 +191,12 @@ def _disk(check: str, room: DirectoryFacts, level: str, fix: str) -> Iterator[Fi
     if room.problem:
         yield Finding(check, level, f"{room.path} cannot be written ({room.problem}).", fix)
     elif room.free < SESSION_BYTES:
-        text = f"{room.path} has {_bytes(room.free)} left; a job needs {_bytes(SESSION_BYTES)}."
+        text = f"{room.path} has {bytes_text(room.free)} left; a job needs {bytes_text(SESSION_BYTES)}."
         yield Finding(check, level, text, fix)
     elif room.free < _LITTLE_ROOM:
-        yield Finding(check, WARNING, f"{room.path} has only {_bytes(room.free)} left.", fix)
+        yield Finding(check, WARNING, f"{room.path} has only {bytes_text(room.free)} left.", fix)
     else:
-        yield Finding(check, OK, f"{room.path} has {_bytes(room.free)} left.")
+        yield Finding(check, OK, f"{room.path} has {bytes_text(room.free)} left.")
 
 
 def _ports(facts: MachineFacts) -> Iterator[Finding]:
@@ -258,7 +260,3 @@ def _minor(version: str) -> str:
 
 def _limit(number: int) -> str:
     return "any number of" if number < 0 else str(number)
-
-
-def _bytes(number: int) -> str:
-    return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / (1 << 20):.3g} MiB"

@@ -5,21 +5,21 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 
-from choros.bench.cases import format_bytes, parse_ranks
+from choros.bench.cases import parse_ranks
 from choros.bench.contender import CHOROS
-from choros.bench.figures import fit, format_ranks, format_seconds
+from choros.bench.figures import fit
 from choros.bench.report import FILE, Row, Table, check_files, grouped, model_text, new_figure, save, show, write_json
 from choros.errors import ConfigError
 from choros.forecast.costs import Link, Machines, allreduce_s, control_s
 from choros.forecast.model import Failures, Forecast, best, memory_of, predict, settings
 from choros.forecast.workload import Workload, workload_of
 from choros.trace.cli import trace_of
+from choros.wording import bytes_text, count_text, seconds_text
 
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
@@ -197,8 +197,8 @@ def table(workload: Workload, machines: Machines, rows: Sequence[Row], fastest: 
     heads += [head for name, (head, _) in _FURTHER.items() if name in rows[0]]
     count = len(workload.buckets)
     title = (
-        f"recorded on {format_ranks(workload.ranks)}: {format_seconds(workload.compute_s)} of computation a step, "
-        f"{format_bytes(workload.nbytes)} of gradients" + (f", in {count} buckets" if count > 1 else "")
+        f"recorded on {count_text(workload.ranks, 'rank')}: {seconds_text(workload.compute_s)} of computation a step, "
+        f"{bytes_text(workload.nbytes)} of gradients" + (f", in {count} buckets" if count > 1 else "")
     )
     notes = [
         f"{where}: {link.name}: {link.bytes_per_s * 8 / 1e9:.3g} Gbit/s, {link.latency_s * 1e6:.3g} µs"
@@ -209,15 +209,15 @@ def table(workload: Workload, machines: Machines, rows: Sequence[Row], fastest: 
     )
     if "in_place" in rows[0]:
         notes.append("with restarts, in place: the efficiency with failures, from checkpoints and as choros recovers.")
-    parts = [f"{each.setting} on {format_ranks(each.ranks)} ({each.efficiency:.0%})" for each in fastest]
+    parts = [f"{each.setting} on {count_text(each.ranks, 'rank')} ({each.efficiency:.0%})" for each in fastest]
     notes.append(f"Best, with the speed of a rank against one alone: {', '.join(parts)}.")
-    groups = grouped(rows, lambda row: format_ranks(row["ranks"]))
+    groups = grouped(rows, lambda row: count_text(row["ranks"], "rank"))
     return Table(title, heads, [(label, list(map(_cells, group))) for label, group in groups], notes)
 
 
 #: The columns of a table that are not in all, by the names in a row: the head, and the text.
 _FURTHER: Mapping[str, tuple[str, Callable[[Row], str]]] = {
-    "epoch_s": ("epoch", lambda row: _long(row["epoch_s"])),
+    "epoch_s": ("epoch", lambda row: seconds_text(row["epoch_s"])),
     "epoch_cost": ("cost", lambda row: f"{row['epoch_cost']:.2f}"),
     "with_restarts": ("with restarts", lambda row: f"{row['efficiency'] / row['with_restarts']:.0%}"),
     "in_place": ("in place", lambda row: f"{row['efficiency'] / row['in_place']:.0%}"),
@@ -225,13 +225,9 @@ _FURTHER: Mapping[str, tuple[str, Callable[[Row], str]]] = {
 
 
 def _cells(row: Row) -> list[str]:
-    seconds = (format_seconds(row[name]) for name in ("step_s", "compute_s", "straggler_s", "exchange_s"))
+    seconds = (seconds_text(row[name]) for name in ("step_s", "compute_s", "straggler_s", "exchange_s"))
     further = (text(row) for name, (_, text) in _FURTHER.items() if name in row)
     return [row["setting"], *seconds, f"{row['efficiency']:.0%}", *further]
-
-
-def _long(seconds: float) -> str:
-    return format_seconds(seconds) if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
 def plot(rows: Sequence[Row], network: str, path: Path) -> None:

@@ -31,6 +31,7 @@ from choros.launch.plan.horovod_flags import check, unused, variables
 from choros.launch.protocol.wrapper_options import WrapperOptions
 from choros.observe import events
 from choros.observe.events import Event, Kind
+from choros.wording import count_text
 
 Returned = TypeVar("Returned")
 
@@ -234,7 +235,7 @@ def _shown_progress() -> Iterator[None]:
     began, ended = time.monotonic(), threading.Event()
 
     def text() -> dict[str, str]:
-        number = f"{len(running)} rank{'s' * (len(running) != 1)}"
+        number = count_text(len(running), "rank")
         what = "ended after" if ended.is_set() else f"{number} running:" if running else "starting:"
         return {"text/plain": f"choros: {what} {time.monotonic() - began:.0f} s"}
 

@@ -12,14 +12,14 @@ from typing import Any
 import click
 
 from choros import durations
-from choros.bench.cases import format_bytes, parse_ranks
+from choros.bench.cases import parse_ranks
 from choros.bench.contender import ContenderFailed, LaunchCommand
-from choros.bench.figures import format_ranks
 from choros.bench.process_group import run_to_end
 from choros.bench.report import FILE, Table, check_writable, show, write_json
 from choros.errors import ChorosError, ConfigError
 from choros.launch.driver.output import shown_if_slow
 from choros.memory.model import BY_VARIABLES, UNDIVIDED, Need, TrainedModel, first_fit, parse_memory, rank_bytes
+from choros.wording import bytes_text, count_text
 
 _HELP = """\
 Does it fit? What each rank needs in memory, without and with DistributedOptimizer(…, shard_state=True).
@@ -147,7 +147,7 @@ def table(
     heads += [f"fits {fit}"] if fit else []
     sections = [
         ("without shard_state", [_cells("any number of ranks", without[0], limit)]),
-        ("with shard_state", [_cells(format_ranks(each["ranks"]), each, limit) for each in sliced]),
+        ("with shard_state", [_cells(count_text(each["ranks"], "rank"), each, limit) for each in sliced]),
     ]
     notes = _notes(model)
     if limit is not None:
@@ -155,7 +155,7 @@ def table(
         if first_fit(without, limit) is not None:
             notes.append(f"It fits {fit} without shard_state, on any number of ranks.")
         elif first is not None:
-            notes.append(f"It fits {fit} with shard_state from {format_ranks(first)} on; never without.")
+            notes.append(f"It fits {fit} with shard_state from {count_text(first, 'rank')} on; never without.")
         else:
             notes.append(f"It does not fit {fit} on any of these numbers of ranks.")
     return Table(title, heads, sections, notes)
@@ -164,7 +164,7 @@ def table(
 def _cells(name: str, need: Need, limit: int | None) -> list[str]:
     sizes = [need[name] for name in ("weights", "gradients", "state", "buffers", "activations", "total")]
     fits = [] if limit is None else ["yes" if need["total"] <= limit else "no"]
-    return [name, *("–" if size is None else format_bytes(size) for size in sizes), *fits]
+    return [name, *("–" if size is None else bytes_text(size) for size in sizes), *fits]
 
 
 def _notes(model: TrainedModel) -> list[str]:
@@ -181,5 +181,5 @@ def _notes(model: TrainedModel) -> list[str]:
     else:
         notes.append("activations: what a step needs besides, measured; each rank keeps the batch size of one.")
     if model.rest is not None:
-        notes.append(f"Not in the sum: {format_bytes(model.rest)} of the process: Python, the framework, data.")
+        notes.append(f"Not in the sum: {bytes_text(model.rest)} of the process: Python, the framework, data.")
     return notes

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median_low
 
 from choros.observe.progress import PARTS, RankProgress
+from choros.wording import number_text, percent_text
 
 #: What a job's time is spent on, in words; steps are what it is for, and what is left is the rest.
 GOODPUT = {
@@ -324,24 +325,6 @@ def verdict_text(verdict: Verdict, name: Callable[[Sequence[int]], str]) -> list
         }[found.cause]
     )
     return lines
-
-
-def percent_text(share: float) -> str:
-    """A share of 1 in percent.
-
-    >>> percent_text(0.456)
-    '46 %'
-    """
-    return f"{share:.0%}".replace("%", " %")
-
-
-def number_text(value: float) -> str:
-    """A number with three digits or more.
-
-    >>> number_text(1234.5), number_text(0.0425), number_text(12)
-    ('1,234', '0.0425', '12')
-    """
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from choros import durations
 from choros.observe.events import INIT, LEAVING, SHUTDOWN, Event, Kind
+from choros.wording import ranks_text
 
 _LONGEST_CALL = 200
 _ENDED = "ended with exit code 0"
@@ -51,16 +52,6 @@ class Stall:
     missing: tuple[int, ...]
     since: float
     matched: bool = False
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """The names of some ranks.
-
-    >>> ranks_text([1]), ranks_text([0, 2])
-    ('rank 1', 'ranks 0, 2')
-    """
-    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'' if len(ranks) == 1 else 's'} {listed}"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import numpy as np
 from choros.arrays import adapter_of
 from choros.comm import Array, DType, ProcessSet, Request, global_process_set
 from choros.errors import DriftError
+from choros.wording import ranks_text
 
 #: Differences up to so many units in the last place of an array's largest value are rounding: of other processors.
 _ROUNDING = 8
@@ -141,8 +142,8 @@ def _most_and_others(digests: Sequence[tuple[int, ...]]) -> tuple[int, list[int]
 def _who(others: Sequence[int], ranks: Sequence[int]) -> str:
     if not others:
         return ""
-    named = ", ".join(str(ranks[rank]) for rank in others)
-    return f" (rank{'s' if len(others) > 1 else ''} {named} {'have' if len(others) > 1 else 'has'} others than most)"
+    named = ranks_text([ranks[rank] for rank in others], None)
+    return f" ({named} {'have' if len(others) > 1 else 'has'} others than most)"
 
 
 def digest(arrays: Sequence[Any]) -> int:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
-from choros.observe.verdict import number_text
+from choros.wording import bytes_text
 
 #: A point of a line: seconds, and a number; ``None`` ends a part of the line.
 Point = tuple[float, float] | None
@@ -90,40 +90,16 @@ def highest(values: Iterable[float]) -> float:
     return min(ordered[-1], _BEYOND * usual) if usual > 0 else ordered[-1]
 
 
-def ticks(top: float) -> list[float]:
-    """Round numbers from 0 to ``top``, four steps or fewer.
+def ticks(top: float, *, binary: bool = False) -> list[float]:
+    """Round numbers from 0 to ``top``, four steps or fewer; of bytes, which are ``binary``, powers of two apart.
 
-    >>> ticks(1.0), ticks(730)
-    ([0.0, 0.25, 0.5, 0.75, 1.0], [0, 200, 400, 600])
+    >>> ticks(1.0), ticks(730), ticks(730, binary=True)
+    ([0.0, 0.25, 0.5, 0.75, 1.0], [0, 200, 400, 600], [0, 256, 512])
     """
     power = 10 ** math.floor(math.log10(top / 4))
     step = next(each * power for each in (1, 2, 2.5, 5, 10) if each * power >= top / 4.001)
+    step = 2 ** math.ceil(math.log2(top / 4.001)) if binary else step
     return [number * step for number in range(int(top / step * 1.001) + 1)]
-
-
-def seconds_text(seconds: float) -> str:
-    """A time as people read it.
-
-    >>> seconds_text(0), seconds_text(0.0425), seconds_text(12), seconds_text(150), seconds_text(7200)
-    ('0', '42.5 ms', '12 s', '2.5 min', '2 h')
-    """
-    units = ((7200, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (1e-3, 1e-3, "ms"), (0, 1e-6, "µs"))
-    return _with_unit(round(seconds, 7), units)
-
-
-def bytes_text(number: float) -> str:
-    """A number of bytes as people read it.
-
-    >>> bytes_text(0), bytes_text(500e6), bytes_text(2.5e9)
-    ('0', '500 MB', '2.5 GB')
-    """
-    return _with_unit(number, ((1e12, 1e12, "TB"), (1e9, 1e9, "GB"), (1e6, 1e6, "MB"), (1e3, 1e3, "kB"), (0, 1, "B")))
-
-
-def _with_unit(value: float, units: Sequence[tuple[float, float, str]]) -> str:
-    """``units``: from which value on one is used, how large it is, and its name."""
-    size, unit = next(((size, unit) for least, size, unit in units if value >= least), units[-1][1:])
-    return f"{number_text(value / size)} {unit}" if value else "0"
 
 
 def _svg(label: str, drawn: str, *, height: int = _HEIGHT) -> str:
@@ -160,7 +136,7 @@ def _path(points: Sequence[Point], end: float, top: float) -> str:
 def _rows(top: float, number: Text) -> str:
     """The lines and numbers of the axis upwards."""
     drawn = []
-    for each in ticks(top):
+    for each in ticks(top, binary=number is bytes_text):
         y = _up(each, top)
         drawn.append(
             f'<path class="grid" d="M{_LEFT} {y:.1f}H{_RIGHT}"/>' + _text(_LEFT - 6, y + 4, number(each), "end")

@@ -15,9 +15,10 @@ from typing import Any
 from choros.durable import unfinished
 from choros.errors import ConfigError
 from choros.observe.progress import PARTS, SERIES, RankProgress, limit_of
-from choros.observe.verdict import GOODPUT, means_of, members_of, number_text, percent_text
+from choros.observe.verdict import GOODPUT, means_of, members_of
 from choros.report import drawing
-from choros.report.drawing import COLOURS, Point, bytes_text, seconds_text
+from choros.report.drawing import COLOURS, Point
+from choros.wording import bytes_text, number_text, percent_text, seconds_text
 
 
 @dataclass(frozen=True)

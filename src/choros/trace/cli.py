@@ -14,6 +14,7 @@ from choros.observe.timeline import parts_directory
 from choros.observe.verdict import aligned
 from choros.trace.files import merge_parts, read_trace
 from choros.trace.trace import BUCKETS, STEPS, Call, CallsOfCollective, Interval, Trace, collectives_of
+from choros.wording import seconds_text
 
 _HELP = """\
 Reads the timeline FILE of a job: what each rank did when.
@@ -259,8 +260,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _time(nanoseconds: float) -> str:
-    """Seconds, milliseconds or microseconds."""
-    return f"{nanoseconds / _S:.2f} s" if nanoseconds >= _S else f"{nanoseconds / _MS:.2f} ms"
+    return seconds_text(nanoseconds / _S)
 
 
 def _shortened(name: str) -> str:

@@ -19,7 +19,8 @@ from textual.widgets import Static
 from choros import durations
 from choros.errors import LaunchError
 from choros.observe.progress import PARTS
-from choros.view.snapshot import JobView, RankView, bar, cells, curve, rate, rates, size_of, view_of
+from choros.view.snapshot import JobView, RankView, bar, cells, curve, rate, rates, view_of
+from choros.wording import bytes_text
 
 #: Rates are those since so many records ago.
 _RECORDS = 4
@@ -171,7 +172,7 @@ def _rank_text(rank: RankView, number: int, hosts: int, per_second: float, share
         line.append(_STYLES[name][0] * count, style=_STYLES[name][2:])
     if not rank.shares:
         line.append("no steps yet".ljust(width), style="bright_black")
-    line.append(f" {size_of(rank.memory):>7}")
+    line.append(f" {bytes_text(rank.memory):>8}")
     return line
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from choros import durations
 from choros.observe.progress import PARTS
 from choros.observe.verdict import aligned, tells_examples
+from choros.wording import bytes_text, count_text
 
 Record = Mapping[str, Any]
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -78,7 +79,7 @@ def _title(record: Record, now: float) -> str:
     where = f" on {hosts} hosts" if hosts > 1 else ""
     end = "" if code is None else f", ended with exit code {code}"
     took = duration((record["ended"] or now) - record["began"])
-    return f"{size} rank{'s' * (size > 1)}{where}, {took}{end}: {' '.join(' '.join(record['command']).split())}"
+    return f"{count_text(size, 'rank')}{where}, {took}{end}: {' '.join(' '.join(record['command']).split())}"
 
 
 def _rank_of(number: int, rank: Record, earlier: Record | None, newest: float) -> RankView:
@@ -189,15 +190,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def size_of(memory: int) -> str:
-    """Bytes, in GB or MB.
-
-    >>> size_of(1_234_000_000), size_of(56_000_000)
-    ('1.2 GB', '56 MB')
-    """
-    return f"{memory / 1e9:.1f} GB" if memory >= 1e9 else f"{memory / 1e6:.0f} MB"
-
-
 def bar(share: float, width: int) -> str:
     """A bar of ``width`` cells, of which a share is full.
 
@@ -249,6 +241,6 @@ def table(view: JobView) -> str:
         shares = [f"{rank.shares[name]:.0%}" if rank.shares else "-" for name in PARTS]
         examples = rate(rank.examples_per_second) if rank.examples_per_second else "-"
         counts = [str(rank.steps), rate(rank.steps_per_second), examples]
-        rows.append([str(rank.number), rank.host, *counts, *shares, size_of(rank.memory)])
+        rows.append([str(rank.number), rank.host, *counts, *shares, bytes_text(rank.memory)])
     lines += [*aligned(rows, left=()), *view.verdict, *view.messages[-5:], *view.output[-5:]]
     return "\n".join(lines)

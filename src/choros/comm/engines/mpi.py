@@ -57,6 +57,7 @@ from choros.comm.engines.mpi_survivors import (
 )
 from choros.comm.engines.mpi_tuning import RULES, TCP_FLAGS, YIELDS, Tuning, tune
 from choros.comm.engines.mpi_window import HostRanks, WindowReduction, reserve_segments
+from choros.wording import ranks_text
 
 _log = logging.getLogger("choros")
 
@@ -397,7 +398,7 @@ def _connected(world: MPI.Intracomm) -> MpiCommunicator:
     if _job.world is not MPI.COMM_WORLD:
         raise MemberLost("a rank was lost before all had called init().")
     if gone:
-        ranks = f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
+        ranks = ranks_text(gone, None)
         raise EngineError(f"init() was called again, but {ranks} of {world.Get_size()} ended after shutdown().")
     with _translated("MPI_Comm_dup"):
         return MpiCommunicator(world.Dup())

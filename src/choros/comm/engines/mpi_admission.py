@@ -34,6 +34,7 @@ from choros.comm.facts import Facts, learn_facts
 from choros.errors import PeerLostError
 from choros.settings import SESSION_BYTES, current
 from choros.transport.gate import Gate
+from choros.wording import bytes_text
 
 _log = logging.getLogger("choros")
 
@@ -287,9 +288,11 @@ class Admissions:
         if not has_room and not self._warned:
             self._warned = True
             _log.warning(
-                "no new rank is started: %s has less than %d MiB left. The job goes on with fewer ranks until there is "
-                "room.", directory, SESSION_BYTES >> 20,
-            )  # fmt: skip
+                "no new rank is started: %s has less than %s left. The job goes on with fewer ranks until there is "
+                "room.",
+                directory,
+                bytes_text(SESSION_BYTES),
+            )
         return has_room
 
     def call_in(self) -> MPI.Intracomm:

@@ -18,6 +18,7 @@ from choros.comm.primitives import CHUNK_BYTES
 from choros.comm.reduction import Reduction
 from choros.durable import unfinished
 from choros.settings import current
+from choros.wording import bytes_text
 
 _log = logging.getLogger("choros")
 
@@ -58,8 +59,12 @@ class Tuning:
     block_bytes: int = 1 << 20
 
     def __str__(self) -> str:
-        by = f"in shared memory from {self.window_bytes >> 10} KiB on" if self.window_bytes < 1 << 40 else "by messages"
-        return f"{by}, in chunks of {self.chunk_bytes >> 10} KiB, {self.block_bytes >> 10} KiB at once"
+        by = (
+            "by messages"
+            if self.window_bytes == _NEVER
+            else f"in shared memory from {bytes_text(self.window_bytes)} on"
+        )
+        return f"{by}, in chunks of {bytes_text(self.chunk_bytes)}, {bytes_text(self.block_bytes)} at once"
 
 
 #: The best seconds of this rank for an allreduce of so many bytes with these sizes.

@@ -21,8 +21,8 @@ from choros.launch.protocol.frames import Start
 from choros.observe.events import Event
 from choros.observe.progress import BUCKETS, PARTS, RECORD_FORMAT, SERIES, RankProgress, limit_of
 from choros.observe.verdict import goodput_of, goodput_text, verdict_of, verdict_text
-from choros.observe.waits import ranks_text
 from choros.settings import VARIABLES
+from choros.wording import ranks_text
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

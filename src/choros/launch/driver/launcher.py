@@ -35,6 +35,7 @@ from choros.launch.protocol.wrapper_options import CLUSTER
 from choros.observe import events
 from choros.settings import VARIABLES, Config
 from choros.transport.loop import caught_signals
+from choros.wording import count_text
 
 #: More ranks than this for each core are probably a mistake.
 _RANKS_PER_CORE = 4
@@ -221,6 +222,6 @@ def _warn_of_overload(job: Job, output: Output) -> None:
     if job.remote or in_allocation(os.environ) or job.size <= _RANKS_PER_CORE * cores:
         return
     output.show(
-        f"chorosrun: {job.size} ranks share the {cores} core{'s' * (cores > 1)} of this machine: more ranks than "
+        f"chorosrun: {job.size} ranks share the {count_text(cores, 'core')} of this machine: more ranks than "
         "cores make training slower, not faster."
     )

@@ -30,6 +30,7 @@ from choros.launch.plan.job import Elastic, Job, Limits
 from choros.launch.plan.restart import HostHealth, JobLoss, Step, Tries, cut_off, moved, next_step, restarted
 from choros.settings import VARIABLES
 from choros.transport.loop import caught_signals
+from choros.wording import count_text
 
 #: SIGINT is a KeyboardInterrupt.
 _CAUGHT = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -179,7 +180,7 @@ class _Waiting:
             if self.end_of_time is not None and time.monotonic() >= self.end_of_time:
                 return None
             count = total_slots(hosts)
-            slots = f"{count} slot{'s' * (count != 1)}"
+            slots = count_text(count, "slot")
             message = (
                 f"chorosrun: {loss.what}; waiting up to {self.elastic.timeout:g} s for hosts with slots for --min-np "
                 f"{self.elastic.least} ranks, now {slots}."

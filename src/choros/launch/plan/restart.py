@@ -22,6 +22,7 @@ from pathlib import Path
 from choros.launch.plan.hosts import Host, hosts_of_ranks, total_slots
 from choros.launch.plan.job import Elastic, Job
 from choros.settings import VARIABLES
+from choros.wording import count_text
 
 #: A host that has failed so many times is left out.
 FAILURES = 3
@@ -122,7 +123,7 @@ def next_step(job: Job, elastic: Elastic, tries: Tries, hosts: tuple[Host, ...],
     if waited < elastic.timeout:
         return None
     return (
-        f"after --elastic-timeout {elastic.timeout:g} s there are slots for {slots} rank{'s' * (slots != 1)}, fewer "
+        f"after --elastic-timeout {elastic.timeout:g} s there are slots for {count_text(slots, 'rank')}, fewer "
         f"than --min-np {elastic.least}"
     )
 

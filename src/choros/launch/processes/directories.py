@@ -19,6 +19,7 @@ from choros.errors import LaunchError
 from choros.launch.protocol.wrapper_options import JOB, OWN_TEMPORARY
 from choros.ownership import open_directory, owned_directory
 from choros.settings import SESSION_BYTES
+from choros.wording import bytes_text
 
 #: The variable with the directory for Open MPI's segments.
 VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
@@ -33,7 +34,7 @@ SEGMENT = 16 << 20
 #: How many names of a job are tried: another user may take one in the moment in which its directories are created.
 _NAMES = 100
 _NO_ROOM = (
-    f"the job needs a directory in {{}}, which is read-only or has less than {SESSION_BYTES >> 20} MiB left. "
+    f"the job needs a directory in {{}}, which is read-only or has less than {bytes_text(SESSION_BYTES)} left. "
     "Set TMPDIR to another one."
 )
 

@@ -44,6 +44,7 @@ from choros.comm.transfers import gather_shares, scatter_shares
 from choros.errors import ConfigError, PeerLostError
 from choros.parallel.reduce.exchange import Exchange, Given
 from choros.parallel.reduce.gradients import DenseLayout, Ranges, RowsLayout, SparseRows, describe
+from choros.wording import bytes_text
 
 #: Arrays are cut at multiples of this number of items, so that loops of vector instructions, and what they leave over,
 #: have the same items, and compute the same bits.
@@ -365,15 +366,13 @@ def memory_text(optimizer: str, weights: int, own: int, whole: int, ranks: int) 
     """What a rank has, as a sentence; of the state its ``own`` bytes, and those of one process.
 
     >>> memory_text("Adam", 4 << 20, 4 << 20, 8 << 20, 2)
-    'memory of a rank: 4.0 MiB of weights, 4.0 MiB of gradients, 4.0 of 8.0 MiB of the state of Adam (shard_state).'
+    'memory of a rank: 4 MiB of weights, 4 MiB of gradients, 4 MiB of 8 MiB of the state of Adam (shard_state).'
     >>> memory_text("SGD", 4 << 20, 0, 0, 2)
-    'memory of a rank: 4.0 MiB of weights, 4.0 MiB of gradients, 0.0 MiB of the state of SGD.'
+    'memory of a rank: 4 MiB of weights, 4 MiB of gradients, 0 B of the state of SGD.'
     """
-    size = f"{weights / 2**20:.1f} MiB"
+    size, kept, note = bytes_text(weights), bytes_text(own), ""
     if own < whole:
-        kept, note = f"{own / 2**20:.1f} of {whole / 2**20:.1f} MiB", " (shard_state)"
-    else:
-        kept, note = f"{own / 2**20:.1f} MiB", ""
-        if ranks > 1 and own >= weights > 0:
-            note = f"; with shard_state about {own / ranks / 2**20:.1f} MiB"
+        kept, note = f"{kept} of {bytes_text(whole)}", " (shard_state)"
+    elif ranks > 1 and own >= weights > 0:
+        note = f"; with shard_state about {bytes_text(own / ranks)}"
     return f"memory of a rank: {size} of weights, {size} of gradients, {kept} of the state of {optimizer}{note}."
