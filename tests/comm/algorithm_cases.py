@@ -199,10 +199,11 @@ def case_subsets_of_ranks_have_separate_memory() -> None:
 def case_autotune_chooses_the_same_on_every_rank() -> None:
     communicator = of_all_ranks()
     assert isinstance(communicator, MpiCommunicator)
-    tuning, measurements = autotune(communicator, communicator.tuning, communicator.tune, megabytes=1)
+    measurements, tuning = autotune(communicator, megabytes=1), communicator.tuning
     assert {each.chunk_bytes for each, _, _ in measurements} > {tuning.chunk_bytes}
-    kept, measurements = autotune(communicator, tuning, communicator.tune, megabytes=1, keep_chunks=True)
-    assert {each.chunk_bytes for each, _, _ in measurements} == {kept.chunk_bytes}
+    measurements = autotune(communicator, megabytes=1, keep_chunks=True)
+    assert {each.chunk_bytes for each, _, _ in measurements} == {tuning.chunk_bytes}
+    tuning = communicator.tuning
     chosen = [tuning.chunk_bytes, tuning.window_bytes, tuning.block_bytes]
     np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), Reduction.MAX), chosen)
     np.testing.assert_array_equal(communicator.allreduce(np.array(chosen), Reduction.MIN), chosen)

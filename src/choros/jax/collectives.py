@@ -13,9 +13,9 @@ from choros.comm import Array, ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
 from choros.jax.division import refuse_slices
 from choros.parallel import objects, ops
+from choros.parallel.arguments import documented
 from choros.parallel.calls import options_of
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.variants import documented
 
 __all__ = [
     "allgather",

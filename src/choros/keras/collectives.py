@@ -4,9 +4,9 @@ from typing import Any
 
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.parallel import ops
+from choros.parallel.arguments import documented, op_of
 from choros.parallel.calls import options_of
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.variants import documented, op_of
 from choros.training.variables import value_of
 
 

@@ -1,5 +1,5 @@
 """The public names that Horovod's APIs have in common, for every framework; faces re-export them. A face imports
-these by ``import *`` and adds what its framework does differently: its collectives (``parallel/variants.py``), its
+these by ``import *`` and adds what its framework does differently: its collectives, its
 optimizer, its broadcast of parameters, its elastic states.
 """
 

@@ -11,9 +11,9 @@ import tensorflow as tf
 from choros.arrays.tensorflow_arrays import tensorflow_errors
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.parallel import objects, ops
+from choros.parallel.arguments import documented, op_of
 from choros.parallel.calls import options_of
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.variants import documented, op_of
 from choros.training.variables import value_of
 
 __all__ = [

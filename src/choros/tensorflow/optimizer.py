@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
+from choros.parallel.arguments import REDUCTION_ARGUMENTS, documented
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
 from choros.tensorflow.aggregation import LocalGradientAggregationHelper
 from choros.tensorflow.collectives import unconverted
 from choros.tensorflow.reduction import AdasumReduction, TapeReduction, reduction_of

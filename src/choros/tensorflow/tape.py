@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
+from choros.parallel.arguments import REDUCTION_ARGUMENTS, documented
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
 from choros.tensorflow.collectives import unconverted
 from choros.tensorflow.reduction import AdasumReduction, TapeReduction, reduction_of
 from choros.training.horovod_optimizer import local_variables

@@ -1,7 +1,14 @@
-"""The collectives with the arguments of Horovod's PyTorch API, and their variants (``parallel/variants.py``); those
-that return new tensors have Horovod's gradients, as in ``parallel/ops.py``.
+"""The collectives with the arguments of Horovod's PyTorch API; those that return new tensors have Horovod's gradients,
+as in ``parallel/ops.py``. Each is defined once; the signatures and names of its variants follow from it::
+
+    allreduce                            the definition
+    _asynchronous(allreduce)             allreduce_async: starts it and returns a handle
+    _in_place(allreduce)                 allreduce_: overwrites its first argument
+    _asynchronous(_in_place(allreduce))  allreduce_async_
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -10,10 +17,10 @@ import torch
 from choros.arrays.torch_arrays import TorchArrays
 from choros.comm import ProcessSet, Reduction, Work, global_process_set
 from choros.errors import ConfigError
-from choros.parallel import ops, variants
+from choros.parallel import ops
+from choros.parallel.arguments import documented, op_of
 from choros.parallel.calls import options_of
 from choros.parallel.compression import Compression, Compressor
-from choros.parallel.variants import documented, in_place, op_of
 
 __all__ = [
     "allgather",
@@ -50,7 +57,61 @@ _WithoutCompression = Callable[..., Any]
 
 
 def _asynchronous(collective: Callable[P, T]) -> Callable[P, Work[T]]:
-    return variants.asynchronous(torch.no_grad()(collective), _finish_computing)
+    """Returns the variant that starts on the communicator's thread and gives a handle."""
+    base, run = collective.__name__.strip("_"), torch.no_grad()(collective)
+    suffix = "_" if collective.__name__.endswith("_") else ""
+
+    def start(arguments: dict[str, Any]) -> Work[T]:
+        _finish_computing(next(iter(arguments.values())))
+        process_set: ProcessSet = arguments["process_set"]
+        return process_set.communicator.start(arguments["name"] or "", run, **arguments)
+
+    return _variant(
+        collective,
+        start,
+        f"{base}_async{suffix}",
+        f"Starts ``{base}{suffix}`` and returns a handle, whose result ``synchronize`` returns.\n\n"
+        "Its arguments must not be changed until then. It is not differentiable.",
+    )
+
+
+def _in_place(collective: Callable[P, T]) -> Callable[P, T]:
+    """Returns the variant that overwrites its first argument, of the result's shape."""
+    base: Any = collective
+
+    def overwrite(arguments: dict[str, Any]) -> Any:
+        first = next(iter(arguments.values()))
+        return first if _reduced_there(arguments) else _overwrite(first, base(**arguments))
+
+    summary = f"``{base.__name__}`` that overwrites its first argument, and returns it."
+    return _variant(collective, overwrite, f"{base.__name__}_", summary)
+
+
+def _variant(
+    collective: Callable[P, Any], function: Callable[[dict[str, Any]], T], name: str, summary: str
+) -> Callable[P, T]:
+    """``function`` of all arguments of ``collective`` by name but ``compression``, which no variant has in Horovod."""
+    signature = inspect.signature(collective)
+    kept = [each for each in signature.parameters.values() if each.name != "compression"]
+    signature = signature.replace(parameters=kept)
+
+    @functools.wraps(collective)
+    def variant(*args: P.args, **kwargs: P.kwargs) -> T:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        arguments = dict(call.arguments)
+        if "tensors" in arguments:  # it may be an iterator, and is read more than once
+            arguments["tensors"] = list(arguments["tensors"])
+        if arguments.get("average") is not None:
+            # Now, because the warning points at the caller, who is not on another thread's stack.
+            arguments["op"] = op_of(arguments["average"], arguments["op"])
+            arguments["average"] = None
+        return function(arguments)
+
+    variant.__signature__ = signature  # type: ignore[attr-defined]
+    variant.__name__ = variant.__qualname__ = name
+    variant.__doc__ = summary
+    return documented()(variant)
 
 
 def _finish_computing(tensors: Any) -> None:
@@ -72,6 +133,8 @@ def _reduced_there(arguments: dict[str, Any]) -> bool:
     """Reduces tensors in their own memory, if they are of floating-point numbers in the host's, and share it with no
     other; returns whether it did. Other ranks may do the same by ``_overwrite``: the collective is the same.
     """
+    if "op" not in arguments:
+        return False
     first, op = next(iter(arguments.values())), op_of(arguments["average"], arguments["op"])
     tensors = first if isinstance(first, (list, tuple)) else [first]
     factors = arguments["prescale_factor"], arguments["postscale_factor"]
@@ -125,7 +188,7 @@ def allreduce(
     return ops.allreduce(tensor, op_of(average, op), **options)
 
 
-allreduce_: _WithoutCompression = in_place(allreduce, _overwrite, _reduced_there)
+allreduce_: _WithoutCompression = _in_place(allreduce)
 allreduce_async: _WithoutCompression = _asynchronous(allreduce)
 allreduce_async_: _WithoutCompression = _asynchronous(allreduce_)
 
@@ -146,7 +209,7 @@ def grouped_allreduce(
     return ops.grouped_allreduce(tensors, op_of(average, op), **options)
 
 
-grouped_allreduce_: _WithoutCompression = in_place(grouped_allreduce, _overwrite, _reduced_there)
+grouped_allreduce_: _WithoutCompression = _in_place(grouped_allreduce)
 grouped_allreduce_async: _WithoutCompression = _asynchronous(grouped_allreduce)
 grouped_allreduce_async_: _WithoutCompression = _asynchronous(grouped_allreduce_)
 
@@ -177,7 +240,7 @@ def broadcast(
     return ops.broadcast(tensor, root_rank, name=name, process_set=process_set, horovod_gradients=True)
 
 
-broadcast_ = in_place(broadcast, _overwrite)
+broadcast_ = _in_place(broadcast)
 broadcast_async = _asynchronous(broadcast)
 broadcast_async_ = _asynchronous(broadcast_)
 

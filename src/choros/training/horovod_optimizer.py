@@ -7,9 +7,9 @@ import keras
 
 from choros.comm import ProcessSet, Reduction, global_process_set
 from choros.errors import ConfigError
+from choros.parallel.arguments import REDUCTION_ARGUMENTS, documented
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.reduce.plan import ReduceConfig, check_passes, indices_of_groups
-from choros.parallel.variants import REDUCTION_ARGUMENTS, documented
 from choros.training.device import placed
 from choros.training.distributed_optimizer import divide, reducer_of, wrap
 from choros.training.keras_internals.models import innermost, trained_variables

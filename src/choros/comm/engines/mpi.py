@@ -386,7 +386,7 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
         hosts = current().slots.split(",") if current().slots else world.allgather(own)
         _job.admissions = Admissions(RankSlots(communicator.size, tuple(hosts)), facts(), _job.gate)
         communicator.opening = _job.admissions.opening
-    tune(communicator, communicator.tuning, communicator.tune)
+    tune(communicator)
     position = Topology.from_hosts(communicator.hosts(), communicator.rank, launcher=topology.launcher)
     return communicator, position
 

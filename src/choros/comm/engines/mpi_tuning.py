@@ -2,17 +2,18 @@
 candidate whose slowest rank was the fastest. A size that the user has given is not changed.
 """
 
+from __future__ import annotations
+
 import csv
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from choros.comm.communicator import Communicator
 from choros.comm.fusion import chunk_bytes
 from choros.comm.primitives import CHUNK_BYTES
 from choros.comm.reduction import Reduction
@@ -20,11 +21,12 @@ from choros.durable import unfinished
 from choros.settings import current
 from choros.wording import bytes_text
 
+if TYPE_CHECKING:
+    from choros.comm.engines.mpi import MpiCommunicator
+
 _log = logging.getLogger("choros")
 
 T = TypeVar("T")
-#: Makes a communicator use other sizes; called on every rank with the same ones.
-Tune = Callable[["Tuning"], None]
 
 #: What Open MPI's TCP does, without "put", whose requests wait on a connection for all data before them: two ranks that
 #: send to each other did it in turn, so that an allreduce took up to twice the time (``benchmarks/forecast``).
@@ -71,38 +73,33 @@ class Tuning:
 Measurement = tuple[Tuning, int, float]
 
 
-def tune(communicator: Communicator, tuning: Tuning, use: Tune) -> None:
+def tune(communicator: MpiCommunicator) -> None:
     """Uses the sizes of the settings, or those that are measured; every rank must call it."""
     config, measurements = current(), list[Measurement]()
-    tuning = replace(tuning, chunk_bytes=chunk_bytes(config.fusion_bytes))
-    use(tuning)
+    communicator.tune(replace(communicator.tuning, chunk_bytes=chunk_bytes(config.fusion_bytes)))
     measured = config.autotune and communicator.size > 1
     if measured:
-        tuning, measurements = autotune(communicator, tuning, use, keep_chunks=config.fusion_bytes is not None)
+        measurements = autotune(communicator, keep_chunks=config.fusion_bytes is not None)
     if communicator.rank != 0:
         return
-    _log.info("allreduce: %s (%s).", tuning, "measured" if measured else "CHOROS_AUTOTUNE=1 measures")
+    _log.info("allreduce: %s (%s).", communicator.tuning, "measured" if measured else "CHOROS_AUTOTUNE=1 measures")
     if measured and config.autotune_log:
         try:
-            _write(Path(config.autotune_log), measurements, tuning)
+            _write(Path(config.autotune_log), measurements, communicator.tuning)
         except OSError as error:
             _log.warning("CHOROS_AUTOTUNE_LOG=%s cannot be written: %s.", config.autotune_log, error.strerror)
 
 
-def autotune(
-    communicator: Communicator, tuning: Tuning, tune: Tune, megabytes: int = 16, *, keep_chunks: bool = False
-) -> tuple[Tuning, list[Measurement]]:
+def autotune(communicator: MpiCommunicator, megabytes: int = 16, *, keep_chunks: bool = False) -> list[Measurement]:
     """Measures, and from then on uses, the best sizes for ``communicator``; every rank must call it."""
     large = np.ones(megabytes << 18, np.float32)
     measurements: list[Measurement] = []
     if not keep_chunks:
-        chunks = [replace(tuning, chunk_bytes=size) for size in _CHUNKS]
-        tuning = _choose(communicator, tune, measurements, chunks, large)
-    tuning = _choose(communicator, tune, measurements, [replace(tuning, block_bytes=size) for size in _BLOCKS], large)
-    windows = [replace(tuning, window_bytes=size) for size in (*_WINDOWS, _NEVER)]
+        measurements += _choose(communicator, "chunk_bytes", _CHUNKS, large)
+    measurements += _choose(communicator, "block_bytes", _BLOCKS, large)
     # The threshold is below the largest candidate: the winner there also wins above.
     small = [np.ones(size // 4, np.float32) for size in _WINDOWS]
-    return _choose(communicator, tune, measurements, windows, *small, large), measurements
+    return measurements + _choose(communicator, "window_bytes", (*_WINDOWS, _NEVER), *small, large)
 
 
 def _write(path: Path, measurements: Sequence[Measurement], chosen: Tuning) -> None:
@@ -114,32 +111,26 @@ def _write(path: Path, measurements: Sequence[Measurement], chosen: Tuning) -> N
         writer.writerow([*astuple(chosen), "chosen", ""])
 
 
-def _choose(
-    communicator: Communicator,
-    tune: Tune,
-    measurements: list[Measurement],
-    candidates: Sequence[Tuning],
-    *arrays: np.ndarray,
-) -> Tuning:
+def _choose(communicator: MpiCommunicator, name: str, sizes: Sequence[int], *arrays: np.ndarray) -> list[Measurement]:
+    """Measures the ``sizes`` of one ``name``, and uses the best from then on."""
+    candidates = [replace(communicator.tuning, **{name: size}) for size in sizes]
     times = np.full((len(candidates), len(arrays)), np.inf)
     for _ in range(_ROUNDS):
         for row, candidate in enumerate(candidates):
-            tune(candidate)
+            communicator.tune(candidate)
             for column, array in enumerate(arrays):
                 communicator.barrier()
                 begin = time.perf_counter()
                 communicator.allreduce(array, Reduction.MAX, out=array)
                 times[row, column] = min(times[row, column], time.perf_counter() - begin)
-    measurements += [
+    # Sizes differ by orders of magnitude: times are relative to the best one of each size.
+    relative = (times / times.min(axis=0)).sum(axis=1)
+    communicator.tune(best(candidates, communicator.allgather(relative[np.newaxis]).tolist()))
+    return [
         (candidate, array.nbytes, float(seconds))
         for candidate, row in zip(candidates, times, strict=True)
         for array, seconds in zip(arrays, row, strict=True)
     ]
-    # Sizes differ by orders of magnitude: times are relative to the best one of each size.
-    relative = (times / times.min(axis=0)).sum(axis=1)
-    chosen = best(candidates, communicator.allgather(relative[np.newaxis]).tolist())
-    tune(chosen)
-    return chosen
 
 
 def best(candidates: Sequence[T], times: Sequence[Sequence[float]]) -> T:

@@ -1,26 +1,15 @@
-"""What Horovod's faces have in common above ``ops.py``: the documentation of arguments, and variants of collectives.
+"""The arguments that Horovod's faces have in common: what they mean, and an older form."""
 
-A face defines a collective once; the signatures and names of the variants follow from it::
-
-    allreduce                                  the definition
-    asynchronous(allreduce)                    allreduce_async: starts it and returns a handle
-    in_place(allreduce, write)                 allreduce_: overwrites its first argument
-    asynchronous(in_place(allreduce, write))   allreduce_async_
-"""
-
-import functools
 import inspect
 import re
 import textwrap
 import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-from choros.comm import ProcessSet, Reduction, Work
+from choros.comm import Reduction
 from choros.errors import ConfigError
 
-P = ParamSpec("P")
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: What the arguments mean that several public functions have.
@@ -111,69 +100,3 @@ def documented(**specific: str) -> Callable[[F], F]:
         return function
 
     return document
-
-
-def asynchronous(collective: Callable[P, T], ready: Callable[[Any], None] = lambda _: None) -> Callable[P, Work[T]]:
-    """Returns the variant that starts on the communicator's thread, once ``ready`` returns, and gives a handle."""
-    base = collective.__name__.strip("_")
-    suffix = "_" if collective.__name__.endswith("_") else ""
-
-    def start(arguments: dict[str, Any]) -> Work[T]:
-        ready(next(iter(arguments.values())))
-        process_set: ProcessSet = arguments["process_set"]
-        return process_set.communicator.start(arguments["name"] or "", functools.partial(collective, **arguments))
-
-    return _variant(
-        collective,
-        start,
-        f"{base}_async{suffix}",
-        f"Starts ``{base}{suffix}`` and returns a handle, whose result ``synchronize`` returns.\n\n"
-        "Its arguments must not be changed until then. It is not differentiable.",
-    )
-
-
-def in_place(
-    collective: Callable[P, T],
-    write: Callable[[Any, T], T],
-    directly: Callable[[dict[str, Any]], bool] = lambda _: False,
-) -> Callable[P, T]:
-    """Returns the variant of ``collective`` that overwrites its first argument, of the result's shape: ``directly``, if
-    that returns that it did, else by ``write``.
-    """
-    base = collective.__name__
-
-    def overwrite(arguments: dict[str, Any]) -> T:
-        first: T = next(iter(arguments.values()))
-        if directly(arguments):
-            return first
-        return write(first, collective(**arguments))  # type: ignore[call-arg]
-
-    summary = f"``{base}`` that overwrites its first argument, and returns it."
-    return _variant(collective, overwrite, f"{base}_", summary)
-
-
-def _variant(
-    collective: Callable[P, Any], function: Callable[[dict[str, Any]], T], name: str, summary: str
-) -> Callable[P, T]:
-    """``function`` of all arguments of ``collective`` by name but ``compression``, which no variant has in Horovod."""
-    signature = inspect.signature(collective)
-    kept = [each for each in signature.parameters.values() if each.name != "compression"]
-    signature = signature.replace(parameters=kept)
-
-    @functools.wraps(collective)
-    def variant(*args: P.args, **kwargs: P.kwargs) -> T:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        arguments = dict(call.arguments)
-        if "tensors" in arguments:  # it may be an iterator, and is read more than once
-            arguments["tensors"] = list(arguments["tensors"])
-        if arguments.get("average") is not None:
-            # Now, because the warning points at the caller, who is not on another thread's stack.
-            arguments["op"] = op_of(arguments["average"], arguments["op"])
-            arguments["average"] = None
-        return function(arguments)
-
-    variant.__signature__ = signature  # type: ignore[attr-defined]
-    variant.__name__ = variant.__qualname__ = name
-    variant.__doc__ = summary
-    return documented()(variant)
