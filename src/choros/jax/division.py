@@ -16,7 +16,7 @@ import numpy as np
 
 from choros.comm import DType
 from choros.errors import ConfigError
-from choros.parallel.reduce.gradients import DenseLayout, Ranges
+from choros.parallel.reduce.gradients import GradientKind, Ranges
 from choros.parallel.reduce.slices import even_slices, whole_slices
 
 #: What to do with files.
@@ -55,10 +55,10 @@ class Division:
             return None
         return (*(1 for _ in shape[1:]), stop - start) if self.by_item and shape else shape
 
-    def layout(self, dtypes: Sequence[DType]) -> tuple[DenseLayout, ...]:
+    def layout(self, dtypes: Sequence[DType]) -> tuple[GradientKind, ...]:
         """The layout of arrays of the parameters' shapes and these dtypes."""
         triples = zip(self.params, dtypes, self.ranges, strict=True)
-        return tuple(DenseLayout(shape, np.dtype(dtype), ranges) for (shape, _), dtype, ranges in triples)
+        return tuple(GradientKind(shape, np.dtype(dtype), ranges) for (shape, _), dtype, ranges in triples)
 
     def ranges_of_state(self, position: int, shape: tuple[int, ...]) -> Ranges:
         """The items on each rank of an array of the state that belongs to the parameter at ``position``."""
@@ -123,11 +123,11 @@ def with_slices(tree: Any, indices: Sequence[int], slices: Sequence[Any]) -> Any
     return structure.unflatten(leaves)
 
 
-def of_models(layout: DenseLayout, models: tuple[int, ...]) -> DenseLayout:
+def of_models(layout: GradientKind, models: tuple[int, ...]) -> GradientKind:
     """The layout of an array of several models, the last dimension."""
     for number in models:
         ranges = tuple((start * number, stop * number) for start, stop in layout.ranges)
-        layout = DenseLayout((*layout.shape, number), layout.dtype, ranges)
+        layout = GradientKind((*layout.shape, number), layout.dtype, ranges)
     return layout
 
 

@@ -17,7 +17,7 @@ from choros.errors import ConfigError, MismatchError, NotInitializedError
 from choros.jax.collectives import paths_of
 from choros.jax.division import of_models, trained_of
 from choros.parallel.identical import check_identical
-from choros.parallel.reduce.gradients import DenseLayout, GradientLayout
+from choros.parallel.reduce.gradients import GradientKind, GradientLayout
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.structure import with_items
 
@@ -41,7 +41,7 @@ class GradientReduction:
 
     def know(self, gradients: Mapping[int, Any]) -> None:
         """Notes the layout of these gradients, or of their parameters."""
-        self.layout = tuple(DenseLayout(leaf.shape, np.dtype(leaf.dtype)) for leaf in gradients.values())
+        self.layout = tuple(GradientKind(leaf.shape, np.dtype(leaf.dtype)) for leaf in gradients.values())
 
     def check_initialized(self) -> None:
         """An error before ``init()``."""
@@ -71,7 +71,7 @@ class GradientReduction:
         return structure.unflatten(with_items(leaves, trained, reduced))
 
     def reduce_slices(
-        self, gradients: Sequence[Any], layout: Sequence[DenseLayout], shapes: Sequence[Any], params: Any, examples: Any
+        self, gradients: Sequence[Any], layout: GradientLayout, shapes: Sequence[Any], params: Any, examples: Any
     ) -> tuple[list[Any], Any]:
         """Returns this rank's items of the reduced gradients, in ``shapes`` (``None``: it has none), and a number, 0,
         that is known only when the step runs.

@@ -23,7 +23,7 @@ from choros.jax.division import FILES, Division, SlicedState, of_models, refuse_
 from choros.jax.reduction import ADAPTER, GradientReduction
 from choros.parallel.objects import allgather_object
 from choros.parallel.ops import allreduce
-from choros.parallel.reduce.gradients import DenseLayout
+from choros.parallel.reduce.gradients import GradientKind
 from choros.parallel.reduce.slices import gather_slices
 
 #: In an update of slices, the ranks that have the others, and a number of the compiled step.
@@ -193,7 +193,7 @@ class SlicedUpdate:
                 values.append(np.asarray(own[path]))
                 continue
             dtype = next(each[path] for each in of_ranks if path in each)  # the steps may have changed it
-            layout = DenseLayout(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
+            layout = GradientKind(spec.shape, dtype, division.ranges_of_state(owners[path], spec.shape))
             items = np.asarray(own.get(path, np.empty(0)), dtype).reshape(-1)[: layout.items(division.rank)]
             held = {(communicator.rank, 0): items}
             values += gather_slices(communicator, [layout], held, name=self._reduction.reducer.name)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from choros.arrays.torch_arrays import TorchArrays
 from choros.comm import ProcessSet, Request
 from choros.errors import ConfigError, EngineError
-from choros.parallel.reduce.gradients import DenseLayout, Ranges, SparseRows
+from choros.parallel.reduce.gradients import GradientKind, Ranges, SparseRows
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.slices import Holders, check_slices, gather_parts, gather_slices, own_items
 from choros.torch.division import DividedParameter, ParameterDivider, State, parameters_of, state_of_all
@@ -123,9 +123,9 @@ class ParameterSlices:
         """The items of a parameter on each rank."""
         return self.divided[parameter].ranges
 
-    def _layout(self, parameter: Any) -> DenseLayout:
+    def _layout(self, parameter: Any) -> GradientKind:
         spec = _arrays.spec(parameter)
-        return DenseLayout(tuple(parameter.shape), spec.dtype, self.divided[parameter].ranges)
+        return GradientKind(tuple(parameter.shape), spec.dtype, self.divided[parameter].ranges)
 
     # updates ----------------------------------------------------------------------------------------
 

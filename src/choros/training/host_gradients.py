@@ -9,7 +9,7 @@ import numpy as np
 
 from choros.arrays import ArrayAdapter, ArraySpec, device_adapter, framework_adapter
 from choros.comm import Array, DType
-from choros.parallel.reduce.gradients import DenseLayout, Gradient, GradientLayout, RowsLayout, SparseRows
+from choros.parallel.reduce.gradients import Gradient, GradientKind, GradientLayout, SparseRows
 
 #: A number that the host returns to the training step.
 _FLAG = ArraySpec((), np.dtype(np.int32))
@@ -60,14 +60,14 @@ def host_call(
 
     outputs: list[ArraySpec] = []
     for each in returned:
-        if isinstance(each, RowsLayout):
+        if each.sparse:
             outputs += ArraySpec((None,), each.index_dtype), ArraySpec((None, *each.shape[1:]), each.dtype)
         else:
             outputs.append(ArraySpec(*each[:2]))
     outputs.append(_FLAG)
     if device is not None:
         *results, flagged = device_adapter(device.framework).device_call(on_host, inputs, outputs)
-    elif any(isinstance(each, RowsLayout) for each in (*layout, *returned)):
+    elif any(each.sparse for each in (*layout, *returned)):
         *results, flagged = adapter.host_call(on_host, inputs, outputs)
     else:
         keeps = keeps or returned != layout
@@ -94,19 +94,16 @@ def _rows_on_host(indices: Any, values: Any, shape: tuple[int, ...]) -> SparseRo
 
 def _joined(arrays: Sequence[Any], layout: GradientLayout, from_rows: Callable[..., Any]) -> list[Any]:
     parts = iter(arrays)
-    return [
-        from_rows(next(parts), next(parts), each.shape) if isinstance(each, RowsLayout) else next(parts)
-        for each in layout
-    ]
+    return [from_rows(next(parts), next(parts), each.shape) if each.sparse else next(parts) for each in layout]
 
 
-def layout_entry(gradient: Any, variable: Any) -> DenseLayout | RowsLayout:
+def layout_entry(gradient: Any, variable: Any) -> GradientKind:
     """The entry of a gradient in the layout: its static shape may be unknown, that of the variable is not."""
     rows = keras_arrays().rows_of(gradient)
     shape = tuple(variable.shape)
     if rows is None:
-        return DenseLayout(shape, dtype_of(gradient))
-    return RowsLayout(shape, dtype_of(rows[1]), dtype_of(rows[0]), repeats=is_embedding(variable))
+        return GradientKind(shape, dtype_of(gradient))
+    return GradientKind(shape, dtype_of(rows[1]), index_dtype=dtype_of(rows[0]), repeats=is_embedding(variable))
 
 
 def is_embedding(variable: Any) -> bool:

@@ -22,7 +22,7 @@ from choros.comm import Array, ProcessSet, Reduction, global_process_set
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.identical import Comparison, check_identical
-from choros.parallel.reduce.gradients import DenseLayout, Gradient, GradientLayout, RowsLayout, numbered, variables_of
+from choros.parallel.reduce.gradients import Gradient, GradientKind, GradientLayout, numbered, variables_of
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.torch_backward import BackwardExchange, are_replaceable
@@ -352,7 +352,7 @@ class OptimizerReducer:
     def _layout(self, gradient: Any, variable: Any) -> Any:
         layout, slices = layout_entry(gradient, variable), self.slices
         is_cut = slices is not None and slices.by_item and slices.is_divided(variable) and not is_embedding(variable)
-        if is_cut and isinstance(layout, RowsLayout):
+        if is_cut and layout.sparse:
             raise ConfigError(
                 f"shard_state=True: {variable.path} has a gradient of rows, and is not cut between rows, as the tables "
                 "of keras.layers.Embedding are: use this layer, or pass sparse_as_dense=True."
@@ -438,11 +438,11 @@ class OptimizerReducer:
 
         slices = self.slices
         ranges = [() if slices is None else slices.ranges_of(each) for each in variables]
-        dense = [DenseLayout(tuple(v.shape), dtype_of(v), own) for v, own in zip(variables, ranges, strict=True)]
+        dense = [GradientKind(tuple(v.shape), dtype_of(v), own) for v, own in zip(variables, ranges, strict=True)]
         sparse: list[GradientLayout] = []
         if keras.backend.backend() == "tensorflow" and not self._sparse_as_dense and any(map(is_embedding, variables)):
             for index_dtype in (np.dtype(np.int32), np.dtype(np.int64)):
-                rows = [RowsLayout(each.shape, each.dtype, index_dtype, ranges=each.ranges) for each in dense]
+                rows = [each._replace(index_dtype=index_dtype) for each in dense]
                 pairs = zip(variables, dense, rows, strict=True)
                 sparse += [tuple(of_rows if is_embedding(v) else each for v, each, of_rows in pairs)]
         return self.reducer.participation(tuple(dense), update, sparse, early)

@@ -16,7 +16,7 @@ from choros.comm import Array, ProcessSet, Reduction, global_process_set, on_cha
 from choros.comm.primitives import Change
 from choros.errors import ConfigError
 from choros.parallel.ops import allreduce
-from choros.parallel.reduce.gradients import DenseLayout, Ranges
+from choros.parallel.reduce.gradients import GradientKind, Ranges
 from choros.parallel.reduce.slices import Holders, even_slices, gather_slices, whole_slices
 from choros.training.host_gradients import dtype_of, is_embedding, keras_arrays, scaled
 from choros.training.keras_internals import slice_variables
@@ -142,10 +142,10 @@ class Slices:
         index = self.index_of(variable)
         return () if self.receives_whole else self.ranges.get(index, ())
 
-    def layout(self, index: int) -> DenseLayout:
+    def layout(self, index: int) -> GradientKind:
         """How the variable with this index is divided."""
         variable = self.variables[index]
-        return DenseLayout(tuple(variable.shape), dtype_of(variable), self.ranges[index])
+        return GradientKind(tuple(variable.shape), dtype_of(variable), self.ranges[index])
 
     def pieces_of(self, variable: Any) -> list[Piece]:
         """This rank's pieces of ``variable``."""

@@ -39,52 +39,39 @@ Ranges = tuple[tuple[int, int], ...]
 _BY_INDEX, _ONE_BY_ONE = 1, 2
 
 
-class DenseLayout(NamedTuple):
-    """What ranks agree on about a gradient. Each receives its own items, if ``ranges`` says which these are: see
-    ``slices.py``; ``number``: that of its variable, see ``numbered``.
+class GradientKind(NamedTuple):
+    """What ranks agree on about a gradient. ``ranges``: each rank receives its own items, or the rows that have these,
+    see ``slices.py``; ``number``: that of its variable, see ``numbered``. Sparse ones have an ``index_dtype``;
+    ``repeats``: a row of several ranks stays several rows.
     """
 
     shape: tuple[int, ...]
     dtype: DType
     ranges: Ranges = ()
     number: int | None = None
-
-    def items(self, rank: int) -> int:
-        """The number of items of ``rank``."""
-        start, stop = self.ranges[rank]
-        return stop - start
-
-    def of_rank(self, rank: int) -> DenseLayout:
-        """The layout of what ``rank`` receives."""
-        return self._replace(shape=(self.items(rank),), ranges=()) if self.ranges else self
-
-    def __str__(self) -> str:
-        slices = ", ".join(str(stop - start) for start, stop in self.ranges)
-        return f"{self.dtype}{list(self.shape)}{_of(self.number)}" + (f" in slices of {slices}" if slices else "")
-
-
-class RowsLayout(NamedTuple):
-    """What ranks agree on about a sparse gradient; ``repeats``: a row of several ranks stays several rows. Each rank
-    receives its own rows, if ``ranges`` says which items these have.
-    """
-
-    shape: tuple[int, ...]
-    dtype: DType
-    index_dtype: DType
+    index_dtype: Any = None
     repeats: bool = True
-    ranges: Ranges = ()
-    number: int | None = None
+
+    @property
+    def sparse(self) -> bool:
+        """Whether ranks gather its rows."""
+        return self.index_dtype is not None
 
     def items(self, rank: int) -> int:
         """The number of items of ``rank``."""
         start, stop = self.ranges[rank]
         return stop - start
 
-    def of_rank(self, rank: int) -> RowsLayout:
-        """The layout of what ``rank`` receives."""
+    def of_rank(self, rank: int) -> GradientKind:
+        """That of what ``rank`` receives."""
         if not self.ranges:
             return self
-        return self._replace(shape=(self.items(rank) // math.prod(self.shape[1:]), *self.shape[1:]), ranges=())
+        items, inner = self.items(rank), self.shape[1:]
+        return self._replace(shape=(items // math.prod(inner), *inner) if self.sparse else (items,), ranges=())
+
+    def zeros(self) -> Gradient:
+        """Zeros, in host memory."""
+        return self.rows(0) if self.sparse else np.zeros(self.shape, self.dtype)
 
     def rows(self, count: int) -> SparseRows:
         """Returns this many rows, uninitialised."""
@@ -92,12 +79,11 @@ class RowsLayout(NamedTuple):
         return SparseRows(aligned_empty((count,), self.index_dtype), values, self.shape)
 
     def __str__(self) -> str:
-        kind = "" if self.repeats else "distinct "
-        return f"{kind}rows of {self.dtype}{list(self.shape)}{_of(self.number)} by {self.index_dtype}"
-
-
-def _of(number: int | None) -> str:
-    return "" if number is None else f" of variable {number}"
+        kind = f"{self.dtype}{list(self.shape)}" + ("" if self.number is None else f" of variable {self.number}")
+        if self.sparse:
+            return f"{'' if self.repeats else 'distinct '}rows of {kind} by {self.index_dtype}"
+        slices = ", ".join(str(stop - start) for start, stop in self.ranges)
+        return kind + (f" in slices of {slices}" if slices else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,9 +102,9 @@ class SparseRows:
     of_batch: bool | None = True
 
     @property
-    def layout(self) -> RowsLayout:
+    def layout(self) -> GradientKind:
         """The part of it that is the same on all ranks."""
-        return RowsLayout(self.shape, self.values.dtype, self.indices.dtype)
+        return GradientKind(self.shape, self.values.dtype, index_dtype=self.indices.dtype)
 
     @property
     def distinct(self) -> bool:
@@ -146,7 +132,7 @@ class SparseRows:
         return replace(self, indices=indices, values=np.concatenate([self.values, other.values]))
 
 
-GradientLayout = tuple[DenseLayout | RowsLayout, ...]
+GradientLayout = tuple[GradientKind, ...]
 
 
 def layout_of(gradients: Sequence[Any]) -> GradientLayout:
@@ -156,7 +142,7 @@ def layout_of(gradients: Sequence[Any]) -> GradientLayout:
     'float64[2], rows of float64[9, 4] by int64'
     """
     return tuple(
-        each.layout if isinstance(each, SparseRows) else DenseLayout(tuple(each.shape), _dtype(each))
+        each.layout if isinstance(each, SparseRows) else GradientKind(tuple(each.shape), _dtype(each))
         for each in gradients
     )
 
@@ -209,12 +195,6 @@ def _squares(gradient: Gradient) -> Any:
     return adapter.sum(wide * wide)
 
 
-def zeros_of(layout: GradientLayout, rank: int) -> list[Gradient]:
-    """Returns zeros of what ``rank`` receives of ``layout``, in host memory."""
-    own = [each.of_rank(rank) for each in layout]
-    return [each.rows(0) if isinstance(each, RowsLayout) else np.zeros(each.shape, each.dtype) for each in own]
-
-
 def _dtype(array: Any) -> DType:
     return array.dtype if isinstance(array, np.ndarray) else np.dtype(str(array.dtype).removeprefix("torch."))
 
@@ -223,7 +203,7 @@ def _dtype(array: Any) -> DType:
 class RowsExchange(Exchange):
     """Gathers the ranks' rows of all sparse gradients in one message; ``row_dtype`` maps a dtype to the sent one."""
 
-    def __init__(self, communicator: Communicator, layout: Sequence[RowsLayout], row_dtype: WireDtype) -> None:
+    def __init__(self, communicator: Communicator, layout: Sequence[GradientKind], row_dtype: WireDtype) -> None:
         self._communicator = communicator
         self._layout = layout
         self._wires = [row_dtype(each.dtype) for each in layout]
@@ -278,7 +258,7 @@ class RowsExchange(Exchange):
         return [part.view(dtype) for part, dtype in zip(of_parts, dtypes, strict=True)]
 
 
-def _summable(layout: RowsLayout, rows: SparseRows) -> int:
+def _summable(layout: GradientKind, rows: SparseRows) -> int:
     """How other ranks' rows may be added to these."""
     if not len(rows.indices):
         return _BY_INDEX | _ONE_BY_ONE

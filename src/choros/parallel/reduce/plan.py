@@ -17,7 +17,7 @@ from choros.parallel.compression import Compression, Compressor, check_compresso
 from choros.parallel.compression.compressor import Float16, NoCompression
 from choros.parallel.compression.sliced import Bfloat16
 from choros.parallel.reduce.exchange import DeviceExchange, Exchange, SplitExchange, only
-from choros.parallel.reduce.gradients import GradientLayout, RowsExchange, RowsLayout, describe
+from choros.parallel.reduce.gradients import GradientLayout, RowsExchange, describe
 from choros.parallel.reduce.slices import OwnItemsExchange, ScatterExchange, check_slices
 from choros.settings import VARIABLES, current
 
@@ -127,7 +127,7 @@ class ReduceConfig:
             return [tuple(range(len(layout)))]
         buckets: list[list[int]] = [[]]
         filled = 0
-        sparse = [index for index, each in enumerate(layout) if isinstance(each, RowsLayout)]
+        sparse = [index for index, each in enumerate(layout) if each.sparse]
         for index in reversed(range(len(layout))):
             if index in sparse:
                 continue
@@ -231,7 +231,7 @@ def _exchange_for(
     for index in indices:
         each = layout[index]
         dense = slice_exchange if each.ranges else dense_exchange
-        kinds.setdefault(row_exchange if isinstance(each, RowsLayout) else dense, []).append(index)
+        kinds.setdefault(row_exchange if each.sparse else dense, []).append(index)
     if len(kinds) == 1:
         ((exchange_of, _),) = kinds.items()
         return exchange_of(indices)

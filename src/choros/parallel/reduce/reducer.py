@@ -42,7 +42,7 @@ from choros.observe import events
 from choros.observe.events import Kind
 from choros.observe.progress import page
 from choros.parallel.identical import Comparison
-from choros.parallel.reduce.gradients import Gradient, GradientLayout, layout_of, squared_norm, zeros_like, zeros_of
+from choros.parallel.reduce.gradients import Gradient, GradientLayout, layout_of, squared_norm, zeros_like
 from choros.parallel.reduce.noise import Contribution, Estimate, NoiseProgress, publish, updated
 from choros.parallel.reduce.plan import Plan, ReduceConfig, plan_for
 from choros.settings import current
@@ -182,7 +182,7 @@ class GradientReducer:
                 self._progress = self._progress.adding(plan.layout, own, self._weight)
             communicator.when_settled(self._settle)
             if plan.sliced:
-                return zeros_of(plan.layout, communicator.rank)
+                return [each.of_rank(communicator.rank).zeros() for each in plan.layout]
             return [zeros_like(gradient) for gradient in gradients]
 
         if communicator.elastic:
@@ -277,8 +277,9 @@ class GradientReducer:
             return plan
 
         def accumulate(counts: Sequence[int], layout: GradientLayout) -> None:
-            begin(counts, layout, exchange=False).communicator.when_settled(self._settle)
-            on_update(layout, zeros_of(layout, self.config.process_set.communicator.rank))
+            plan = begin(counts, layout, exchange=False)
+            plan.communicator.when_settled(self._settle)
+            on_update(layout, [each.of_rank(plan.communicator.rank).zeros() for each in layout])
 
         def exchange(counts: Sequence[int], layout: GradientLayout) -> None:
             on_update(layout, self._exchange(begin(counts, layout), None))

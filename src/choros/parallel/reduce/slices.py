@@ -43,7 +43,7 @@ from choros.comm.fusion import WireDtype, aligned_empty, concatenate_scaled, sca
 from choros.comm.transfers import gather_shares, scatter_shares
 from choros.errors import ConfigError, PeerLostError
 from choros.parallel.reduce.exchange import Exchange, Given
-from choros.parallel.reduce.gradients import DenseLayout, Ranges, RowsLayout, SparseRows, describe
+from choros.parallel.reduce.gradients import GradientKind, Ranges, SparseRows, describe
 from choros.wording import bytes_text
 
 #: Arrays are cut at multiples of this number of items, so that loops of vector instructions, and what they leave over,
@@ -208,7 +208,7 @@ def _slice_lost(member: int, copy: int) -> PeerLostError:
 class ScatterExchange(Exchange):
     """Sums arrays by reducescatters, as they are or cast: each rank receives its items of each array, flat."""
 
-    def __init__(self, communicator: Communicator, layout: Sequence[DenseLayout], wire_dtype: WireDtype) -> None:
+    def __init__(self, communicator: Communicator, layout: Sequence[GradientKind], wire_dtype: WireDtype) -> None:
         self._communicator = communicator
         self._layout = layout
         self._groups = [
@@ -248,7 +248,7 @@ class ScatterExchange(Exchange):
 class OwnItemsExchange(Exchange):
     """Sums arrays by another exchange, and keeps this rank's items: of compressed gradients, or those on a device."""
 
-    def __init__(self, exchange: Exchange, layout: Sequence[DenseLayout | RowsLayout], rank: int) -> None:
+    def __init__(self, exchange: Exchange, layout: Sequence[GradientKind], rank: int) -> None:
         self._exchange = exchange
         self._ranges = [each.ranges[rank] for each in layout]
         self.description = f"{exchange.description}, in slices"
@@ -276,7 +276,7 @@ def own_items(array: Any, start: int, stop: int) -> Any:
 
 def gather_slices(
     communicator: Communicator,
-    layout: Sequence[DenseLayout],
+    layout: Sequence[GradientKind],
     held: Mapping[tuple[int, int], Array],
     outs: Sequence[Array] | None = None,
     name: str = "",
@@ -291,7 +291,7 @@ def gather_slices(
         PeerLostError: on all ranks, if those that had a slice were all lost.
 
     >>> from choros.comm.engines.threads import run_threads
-    >>> layout = [DenseLayout((5,), np.dtype("float32"), ((0, 2), (2, 5)))]
+    >>> layout = [GradientKind((5,), np.dtype("float32"), ((0, 2), (2, 5)))]
     >>> def gather(communicator):
     ...     items = np.full(layout[0].items(communicator.rank), communicator.rank, np.float32)
     ...     return gather_slices(communicator, layout, {(communicator.rank, 0): items})[0].tolist()
@@ -343,14 +343,14 @@ def gather_parts(
     return [parts[number] for number in range(len(order))]
 
 
-def _shares(layout: Sequence[DenseLayout], flats: Sequence[Array], ranks: int) -> list[list[Array]]:
+def _shares(layout: Sequence[GradientKind], flats: Sequence[Array], ranks: int) -> list[list[Array]]:
     """By rank, the parts of flat arrays that it has."""
     pairs = list(zip(layout, flats, strict=True))
     return [[flat[slice(*each.ranges[rank])] for each, flat in pairs if each.items(rank)] for rank in range(ranks)]
 
 
 @functools.lru_cache(maxsize=64)
-def _gather_request(layout: tuple[DenseLayout, ...], name: str) -> Request:
+def _gather_request(layout: tuple[GradientKind, ...], name: str) -> Request:
     return Request("weights", describe(layout), name)
 
 

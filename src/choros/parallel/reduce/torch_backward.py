@@ -34,11 +34,10 @@ from choros.comm import Array, ProcessSet, Reduction, Request, Work, global_proc
 from choros.errors import ConfigError, EngineError
 from choros.parallel.identical import Comparison, check_identical
 from choros.parallel.reduce.gradients import (
-    DenseLayout,
     Gradient,
+    GradientKind,
     GradientLayout,
     Ranges,
-    RowsLayout,
     SparseRows,
     describe,
     layout_of,
@@ -165,7 +164,7 @@ class BackwardExchange:
         _remove(self._hooks)
         self._parameters = list(parameters)
         self._ids = [id(parameter) for parameter in parameters]
-        self._plan(tuple(DenseLayout(tuple(p.shape), self._adapter.spec(p).dtype) for p in parameters))
+        self._plan(tuple(GradientKind(tuple(p.shape), self._adapter.spec(p).dtype) for p in parameters))
         self._kinds = Request("kinds of gradients", describe(self._layout))
         #: With how many admissions of new ranks, which do not know them, the ranks have agreed on the kinds.
         self._agreed_with: int | None = None
@@ -274,7 +273,7 @@ class BackwardExchange:
     def _reducible(self, index: int, gradient: Any) -> Any:
         """Returns what the reducer expects; only here are gradients copied from accelerators, after their stream."""
         adapter, kind = self._adapter, self._layout[index]
-        if isinstance(kind, RowsLayout):
+        if kind.sparse:
             if gradient is None:
                 return kind.rows(0)
             sparse = gradient if gradient.is_sparse else gradient.to_sparse(1)
@@ -296,7 +295,7 @@ class BackwardExchange:
 
     def _agree_on_kinds(self, gradients: Sequence[Any]) -> None:
         sparse = [
-            isinstance(kind, RowsLayout) or (gradient is not None and gradient.is_sparse and gradient.sparse_dim() == 1)
+            kind.sparse or (gradient is not None and gradient.is_sparse and gradient.sparse_dim() == 1)
             for kind, gradient in zip(self._layout, gradients, strict=True)
         ]
         communicator = self.reducer.config.process_set.communicator
@@ -309,7 +308,7 @@ class BackwardExchange:
             self.reducer.config.process_set.communicator.reduce_in_place(flags, Reduction.MAX)
             index_dtype = np.dtype(np.int64)
             pairs = zip(self._layout, flags, strict=True)
-            self._plan(tuple(RowsLayout(each.shape, each.dtype, index_dtype) if flag else each for each, flag in pairs))
+            self._plan(tuple(each._replace(index_dtype=index_dtype) if flag else each for each, flag in pairs))
         self._agreed_with = self._admissions
 
 
