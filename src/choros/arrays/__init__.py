@@ -8,19 +8,18 @@ from choros.errors import ConfigError
 
 #: The package of an array's class → the framework.
 _PACKAGES = {"torch": "torch", "tensorflow": "tensorflow", "jax": "jax", "jaxlib": "jax"}
-_ADAPTERS = {"torch": "TorchArrays", "tensorflow": "TensorflowArrays", "jax": "JaxArrays"}
+_FRAMEWORKS = ("torch", "tensorflow", "jax")
 #: The adapters that are in use.
 _adapters: dict[str, ArrayAdapter] = {"numpy": NumpyArrays()}
 
 
 def framework_adapter(framework: str) -> ArrayAdapter:
     """Returns the adapter of ``tensorflow``, ``torch``, ``jax`` or ``numpy``; imports the framework."""
-    if framework in _adapters:
-        return _adapters[framework]
-    if framework not in _ADAPTERS:
-        raise ConfigError(f"{framework!r} is not a supported framework: expected one of {', '.join(_ADAPTERS)}.")
-    module = import_module(f"choros.arrays.{framework}_arrays")
-    return _adapters.setdefault(framework, getattr(module, _ADAPTERS[framework])())  # one, also if two threads come
+    if framework not in _adapters:
+        if framework not in _FRAMEWORKS:
+            raise ConfigError(f"{framework!r} is not a supported framework: expected one of {', '.join(_FRAMEWORKS)}.")
+        _adapters[framework] = import_module(f"choros.arrays.{framework}_arrays").ADAPTER
+    return _adapters[framework]
 
 
 def device_adapter(framework: str) -> DeviceArrayAdapter:

@@ -122,6 +122,9 @@ class JaxArrays(ArrayAdapter):
         return list(differentiable(*arrays))
 
 
+ADAPTER = JaxArrays()
+
+
 def _no_gradient(*_: Any) -> Any:
     raise ConfigError(
         "jax.grad needs the gradient of a collective that has none, such as an optimizer's update: call it on "

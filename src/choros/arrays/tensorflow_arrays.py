@@ -204,6 +204,9 @@ class TensorflowArrays(DeviceArrayAdapter):
         return list(differentiable(*[tf.convert_to_tensor(array) for array in arrays]))
 
 
+ADAPTER = TensorflowArrays()
+
+
 def _in_order(results: Sequence[Any], outputs: Sequence[ArraySpec]) -> list[Any]:
     """Returns the results of a call of the host, which runs in the order of the program."""
     _tokens.add(results[0].op.get_attr("token"))

@@ -176,6 +176,9 @@ class TorchArrays(DeviceArrayAdapter):
         return list(_Differentiable.apply(forward, backward, *arrays))  # type: ignore[no-untyped-call, unused-ignore]
 
 
+ADAPTER = TorchArrays()
+
+
 @final
 class _Differentiable(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
     @staticmethod

@@ -148,7 +148,7 @@ def join() -> int:
     """
     jax.effects_barrier()
     active = [each for each in _reductions if each.layout is not None and each.reducer.active]
-    sets = (each.reducer.config.process_set for each in active)
+    sets = (each.reducer.process_set for each in active)
     process_set = joining.process_set_of(sets, "transformations that distributed() has returned")
     parts: dict[Any, Any] = {}
     for each in active:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from choros.arrays import ArraySpec
-from choros.arrays.jax_arrays import JaxArrays
+from choros.arrays.jax_arrays import ADAPTER
 from choros.comm import Array
 from choros.comm.request import JOINED
 from choros.errors import ConfigError, MismatchError, NotInitializedError
@@ -21,7 +21,6 @@ from choros.parallel.reduce.gradients import GradientKind, GradientLayout
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.structure import with_items
 
-ADAPTER = JaxArrays()
 _ADVICE = "Start all ranks from the same values: params = broadcast_parameters(params) before training."
 #: Numbers that the host returns to the compiled step: one, and one for each model of ``jax.vmap``.
 _FLAG = ArraySpec((), np.dtype(np.int32), batched=False)
@@ -45,7 +44,7 @@ class GradientReduction:
 
     def check_initialized(self) -> None:
         """An error before ``init()``."""
-        if self.reducer.config.process_set.included() is None:
+        if self.reducer.process_set.included() is None:
             raise NotInitializedError("update() of distributed()")
 
     def reduce(self, updates: Any, params: Any, examples: Any) -> Any:
@@ -116,7 +115,7 @@ class GradientReduction:
         def on_host(hosts: Sequence[Array]) -> list[Array]:
             due = self.reducer.due
             if due is not None:
-                process_set = self.reducer.config.process_set
+                process_set = self.reducer.process_set
                 check_identical(paths, hosts, replace(due, before=True), advice=_ADVICE, process_set=process_set)
             return [np.asarray(0, np.int32)]
 

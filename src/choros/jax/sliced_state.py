@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from choros.arrays import ArraySpec
+from choros.arrays.jax_arrays import ADAPTER
 from choros.comm import Array, DType, ProcessSet, Reduction
 from choros.errors import ConfigError, NotInitializedError
 from choros.jax.collectives import paths_of
 from choros.jax.dependence import programs_of_results, works_by_item
 from choros.jax.division import FILES, Division, SlicedState, of_models, refuse_slices, trained_of, with_slices
-from choros.jax.reduction import ADAPTER, GradientReduction
+from choros.jax.reduction import GradientReduction
 from choros.parallel.objects import allgather_object
 from choros.parallel.ops import allreduce
 from choros.parallel.reduce.gradients import GradientKind
@@ -48,7 +49,7 @@ class SlicedUpdate:
 
     def division(self, params: Any) -> Division | None:
         """How ``params`` are divided; ``None`` if this rank has all."""
-        process_set = self._reduction.reducer.config.process_set
+        process_set = self._reduction.reducer.process_set
         if process_set.included() is None:
             raise NotInitializedError("init() of distributed(shard_state=True)")
         arrays = trained_of(params)
@@ -111,7 +112,7 @@ class SlicedUpdate:
         reduced, number = self._reduction.reduce_slices(values, layout, division.shapes, params, examples)
         items = iter(reduced)
         slices = [None if shape is None else next(items) for shape in division.shapes]
-        with _of_slices(self._reduction.reducer.config.process_set, number):
+        with _of_slices(self._reduction.reducer.process_set, number):
             new, inner = self._tx.update(with_slices(updates, list(gradients), slices), state.inner, own, **extra_args)
         gathered = self._gathered(new, updates, division, params is not None, number)
         return gathered, SlicedState(inner, division)
@@ -121,7 +122,7 @@ class SlicedUpdate:
         division = state.division if isinstance(state, SlicedState) else None
         members = None
         if self._reduction.reducer.active:
-            communicator = self._reduction.reducer.config.process_set.communicator
+            communicator = self._reduction.reducer.process_set.communicator
             members = communicator.rank, communicator.size
         if division is None and (members is None or not trained_of(updates)):
             return None
@@ -147,7 +148,7 @@ class SlicedUpdate:
             models = hosts[-1].shape
             kinds = [of_models(each, models) for each in layout]
             reducer = self._reduction.reducer
-            communicator = reducer.config.process_set.communicator
+            communicator = reducer.process_set.communicator
             held = {(communicator.rank, position): host for position, host in zip(here, hosts, strict=False)}
             return gather_slices(communicator, kinds, held, name=reducer.name)
 
@@ -179,7 +180,7 @@ class SlicedUpdate:
         division = state.division
         self._division_of(state, params)
         division.arrays_of(params)
-        process_set = self._reduction.reducer.config.process_set
+        process_set = self._reduction.reducer.process_set
         expected = jax.eval_shape(self._tx.init, params)
         own = dict(_with_paths(state.inner))
         if not {*own} <= {*paths_of(expected)}:

@@ -15,7 +15,7 @@ from choros.comm import ProcessSet, Reduction, global_process_set, joining
 from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.compression import Compressor
-from choros.parallel.reduce.plan import ReduceConfig, indices_of_groups
+from choros.parallel.reduce.plan import ReduceConfig, check_predivision, indices_of_groups
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.structure import with_items
 from choros.settings import current
@@ -56,8 +56,7 @@ def reduction_of(
         )
     indices_of_groups(groups if isinstance(groups, int) else 0, (), "source")
     if Reduction(op) is Reduction.ADASUM:
-        if gradient_predivide_factor != 1.0:
-            raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
+        check_predivision(gradient_predivide_factor, Reduction.ADASUM)
         return AdasumReduction(compression, sparse_as_dense, process_set)
     config = ReduceConfig(
         op=op,
@@ -76,7 +75,7 @@ def join_all() -> int:
     for each in _reducers.values():
         reducer = each.reducer
         # Before its first step a rank does not know the gradients of the others: they explain them.
-        if reducer.config.process_set is global_process_set and reducer.share is not None:
+        if reducer.process_set is global_process_set and reducer.share is not None:
             parts |= reducer.participation(())
     learn = functools.partial(GradientReducer.learned, process_set=global_process_set, configure=placed)
     joining.join(communicator, parts, learn)

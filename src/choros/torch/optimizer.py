@@ -23,7 +23,14 @@ from choros.data.data_loader import time_data_loaders
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor
 from choros.parallel.objects import allgather_object
-from choros.parallel.reduce.plan import ReduceConfig, bucket_bytes, check_passes, device_to_reduce_on, indices_of_groups
+from choros.parallel.reduce.plan import (
+    ReduceConfig,
+    bucket_bytes,
+    check_passes,
+    check_predivision,
+    device_to_reduce_on,
+    indices_of_groups,
+)
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.slices import check_process_set
 from choros.parallel.reduce.torch_backward import BackwardExchange
@@ -194,8 +201,7 @@ def DistributedOptimizer(
 
 
 def _adasum_hook(compression: Compressor, predivide_factor: float, process_set: ProcessSet) -> GradientHook:
-    if predivide_factor != 1.0:
-        raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
+    check_predivision(predivide_factor, Reduction.ADASUM)
     return ChangeHook(compression, process_set) if has_others(process_set) else GradientHook(None)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from choros.arrays.torch_arrays import TorchArrays
+from choros.arrays.torch_arrays import ADAPTER
 from choros.comm import ProcessSet, Request
 from choros.errors import ConfigError, EngineError
 from choros.parallel.reduce.gradients import GradientKind, Ranges, SparseRows
@@ -33,7 +33,6 @@ from choros.torch.division import DividedParameter, ParameterDivider, State, par
 from choros.torch.messages import encoded_or_refused
 
 _ATTRIBUTE = "_choros_slices"
-_arrays = TorchArrays()
 
 
 @final
@@ -124,7 +123,7 @@ class ParameterSlices:
         return self.divided[parameter].ranges
 
     def _layout(self, parameter: Any) -> GradientKind:
-        spec = _arrays.spec(parameter)
+        spec = ADAPTER.spec(parameter)
         return GradientKind(tuple(parameter.shape), spec.dtype, self.divided[parameter].ranges)
 
     # updates ----------------------------------------------------------------------------------------
@@ -137,8 +136,8 @@ class ParameterSlices:
         if not gradient.is_sparse:
             return gradient.reshape(-1)[slice(*items)]
         sparse = gradient if gradient.sparse_dim() == 1 else gradient.to_dense().to_sparse(1)
-        rows = own_items(SparseRows(*_arrays.rows_of(sparse)), *items)  # type: ignore[misc]
-        return _arrays.from_rows(rows.indices, rows.values, rows.shape)
+        rows = own_items(SparseRows(*ADAPTER.rows_of(sparse)), *items)  # type: ignore[misc]
+        return ADAPTER.from_rows(rows.indices, rows.values, rows.shape)
 
     def begin(self, optimizer: Any, items: Mapping[Any, Any]) -> None:
         """Puts the slice parameters into the groups, with this rank's ``items`` of the gradients of parameters."""
@@ -176,7 +175,7 @@ class ParameterSlices:
             return dense.to_sparse(before.sparse_dim())
         if isinstance(optimizer, torch.optim.SparseAdam):
             return dense.to_sparse(1)
-        return _arrays.laid_out_as(division.own, dense)
+        return ADAPTER.laid_out_as(division.own, dense)
 
     def end(self, optimizer: Any) -> None:
         """Puts the parameters back into the groups, and gathers the items that the ranks have updated."""
@@ -202,17 +201,17 @@ class ParameterSlices:
         updated, communicator = self._updated, self.process_set.communicator
         layout = list(map(self._layout, updated))
         owns = enumerate(self.divided[parameter].own for parameter in updated)
-        held = {(communicator.rank, index): _arrays.to_host(own) for index, own in owns if own is not None}
+        held = {(communicator.rank, index): ADAPTER.to_host(own) for index, own in owns if own is not None}
         # Slice parameters are parts of these.
-        in_place = [_arrays.own_host_memory([parameter]) for parameter in updated]
+        in_place = [ADAPTER.own_host_memory([parameter]) for parameter in updated]
         outs = [
-            _arrays.to_host(parameter).reshape(-1) if here else np.empty(parameter.numel(), each.dtype)
+            ADAPTER.to_host(parameter).reshape(-1) if here else np.empty(parameter.numel(), each.dtype)
             for parameter, each, here in zip(updated, layout, in_place, strict=True)
         ]
         gathered = gather_slices(communicator, layout, held, outs, self.name)
         for parameter, host, here in zip(updated, gathered, in_place, strict=True):
             if not here:
-                parameter.data.copy_(_arrays.from_host(host, parameter))
+                parameter.data.copy_(ADAPTER.from_host(host, parameter))
         torch.autograd.graph.increment_version(updated)  # autograd detects that they have changed
 
     # state ------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ class GradientHook:
     def __init__(self, exchange: BackwardExchange | None, sliced: SlicedStep | None = None) -> None:
         self.exchange = exchange
         self._sliced = sliced
-        self.process_set: Any = None if exchange is None else exchange.reducer.config.process_set
+        self.process_set: Any = None if exchange is None else exchange.reducer.process_set
         self.skipping = False
         self.number = next(_created)
         self._reduced = self._dropped = False

@@ -375,7 +375,7 @@ def _compare(model: Any, reducers: Sequence[OptimizerReducer], batches: int) -> 
         list(map(value_of, weights)),
         Comparison(max(1, batches), divergence=reducer.divergence),
         advice=_ADVICE,
-        process_set=reducer.config.process_set,
+        process_set=reducer.process_set,
         assign=lambda index, host: overwrite(weights[index], host),
     )
 

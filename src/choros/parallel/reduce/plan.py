@@ -75,6 +75,12 @@ def check_passes(passes: object) -> None:
         raise ConfigError(f"backward_passes_per_step={passes} must be 1 or more.")
 
 
+def check_predivision(factor: float, op: Reduction) -> None:
+    """Raises a ConfigError if ``factor`` is to divide before a reduction that does not divide."""
+    if factor != 1.0 and op is not Reduction.AVERAGE:
+        raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
+
+
 @dataclass(frozen=True)
 class ReduceConfig:
     """How gradients are reduced: the settings of all distributed optimizers. Averages are over examples; part of the
@@ -102,8 +108,7 @@ class ReduceConfig:
             raise ConfigError(f"op={self.op.title}: gradients can be reduced with Average or Sum only.")
         if self.predivide_factor <= 0:
             raise ConfigError(f"gradient_predivide_factor={self.predivide_factor} must be greater than 0.")
-        if self.predivide_factor != 1.0 and self.op is not Reduction.AVERAGE:
-            raise ConfigError("gradient_predivide_factor splits the division of an average: it needs op=Average.")
+        check_predivision(self.predivide_factor, self.op)
         check_passes(self.micro_batches)
 
     def group_indices(self, count: int) -> list[list[int]]:

@@ -103,6 +103,7 @@ class GradientReducer:
     def __init__(self, config: ReduceConfig, name: str = "") -> None:
         """``name`` tells it from others whose gradients have the same shapes; the same on every rank."""
         self.config = config
+        self.process_set = config.process_set
         self.name = name
         self._membership: Membership | None = None
         self._plans: dict[GradientLayout, Plan] = {}
@@ -137,12 +138,12 @@ class GradientReducer:
     @property
     def active(self) -> bool:
         """Whether there are other ranks to reduce gradients with, or may be: the last rank counts its steps, too."""
-        return has_others(self.config.process_set)
+        return has_others(self.process_set)
 
     @property
     def may_repeat(self) -> bool:
         """Whether a step may be made again, with the same gradients, because a rank was lost in it."""
-        return bool(self.config.process_set.included()) and self.config.process_set.communicator.elastic
+        return bool(self.process_set.included()) and self.process_set.communicator.elastic
 
     @property
     def batches(self) -> int:
@@ -169,7 +170,7 @@ class GradientReducer:
         Results may be written to ``out``: not ``gradients`` themselves, if this ``may_repeat``.
         """
         kinds = layout_of(gradients) if layout is None else layout
-        communicator = self.config.process_set.communicator
+        communicator = self.process_set.communicator
 
         def collective() -> list[Gradient]:
             plan = self._planned(kinds)
@@ -191,7 +192,7 @@ class GradientReducer:
 
     def reduce_early(self) -> dict[GradientLayout, list[Gradient]]:
         """Reduces earlier micro-batches, on all ranks; the caller adds what ``reduce`` returns for later ones."""
-        communicator = self.config.process_set.communicator
+        communicator = self.process_set.communicator
 
         def collective(layout: GradientLayout) -> list[Gradient]:
             plan = self._planned(layout)
@@ -225,7 +226,7 @@ class GradientReducer:
             bucket 2  None             None
             reduce    shares, sums     shares, sums                    of the gradients in all buckets
         """
-        plan, communicator = self._plan, self.config.process_set.communicator
+        plan, communicator = self._plan, self.process_set.communicator
         if plan is None:
             raise EngineError("no gradients are planned: call plan() first.")
 
@@ -237,7 +238,7 @@ class GradientReducer:
                 # Between buckets the user's program runs: its collective on one rank must not be matched with this one.
                 now = plan
                 communicator.agree(_bucket_request(bucket, self.name))
-                if self._membership != self.config.process_set.membership:
+                if self._membership != self.process_set.membership:
                     return None
             return self._sum(now, bucket, _times(self._factor, gradients) if examples else None, out)
 
@@ -251,7 +252,7 @@ class GradientReducer:
         """Participates with zeros until no rank has more batches; returns as ``last_active``. ``on_update`` is called
         with what ``reduce`` would have returned for each.
         """
-        join(self.config.process_set.communicator, self.participation(layout, on_update))
+        join(self.process_set.communicator, self.participation(layout, on_update))
         return self.last_active()
 
     def participation(
@@ -294,7 +295,7 @@ class GradientReducer:
 
         def sum_bucket(_: Sequence[int], bucket: int) -> None:
             plan = self._plan
-            if plan is None or self._membership != self.config.process_set.membership:
+            if plan is None or self._membership != self.process_set.membership:
                 return
             received.update(zip(plan.indices[bucket], self._sum(plan, bucket, None), strict=True))
             if bucket == len(plan.indices) - 1:
@@ -327,14 +328,14 @@ class GradientReducer:
         """
         active, self._active = self._active, None
         self.trained = tuple(active or ())
-        communicator = self.config.process_set.communicator
+        communicator = self.process_set.communicator
         if active is None or set(active) >= set(communicator.launched):
             return None
         return communicator.first_left([*active, *heirs], "the only rank with rows in the last step")
 
     def _planned(self, layout: GradientLayout) -> Plan:
         """Returns the plan of a step that begins, or begins again: what it noted before is forgotten."""
-        membership = self.config.process_set.membership
+        membership = self.process_set.membership
         if membership != self._membership:
             self._membership, self._plans, self._plan = membership, {}, None
             self._settled = replace(self._settled, common_steps={})  # a new rank has counted none

@@ -157,7 +157,7 @@ class BackwardExchange:
         """
         due, self.reducer.due = self.reducer.due, None
         if due is not None:
-            compare_parameters(self._parameters, due, advice, self.reducer.config.process_set)
+            compare_parameters(self._parameters, due, advice, self.reducer.process_set)
         return due
 
     def _register(self, parameters: Sequence[Any]) -> None:
@@ -218,7 +218,7 @@ class BackwardExchange:
         works = self._step.works
         bucket = len(works)
         own = [self._reducible(index, gradient_of(index)) for index in self._buckets[bucket]]
-        communicator = self.reducer.config.process_set.communicator
+        communicator = self.reducer.process_set.communicator
         works.append(
             communicator.start("", self._send, bucket, own, works[-1] if works else None, self._examples() or 1)
         )
@@ -286,7 +286,7 @@ class BackwardExchange:
 
     @property
     def _admissions(self) -> int:
-        membership = self.reducer.config.process_set.membership
+        membership = self.reducer.process_set.membership
         return 0 if membership is None else membership.admissions
 
     @property
@@ -298,14 +298,14 @@ class BackwardExchange:
             kind.sparse or (gradient is not None and gradient.is_sparse and gradient.sparse_dim() == 1)
             for kind, gradient in zip(self._layout, gradients, strict=True)
         ]
-        communicator = self.reducer.config.process_set.communicator
+        communicator = self.reducer.process_set.communicator
         communicator.atomic(lambda: self._learn_kinds(communicator.agree(self._kinds, value=int(any(sparse))), sparse))
 
     def _learn_kinds(self, ranks_have_sparse: Sequence[int], sparse: Sequence[bool]) -> None:
         """Completes the agreement, inside the exclusive section of its control message."""
         flags = np.array(sparse, np.uint8)
         if any(ranks_have_sparse):
-            self.reducer.config.process_set.communicator.reduce_in_place(flags, Reduction.MAX)
+            self.reducer.process_set.communicator.reduce_in_place(flags, Reduction.MAX)
             index_dtype = np.dtype(np.int64)
             pairs = zip(self._layout, flags, strict=True)
             self._plan(tuple(each._replace(index_dtype=index_dtype) if flag else each for each, flag in pairs))
