@@ -19,7 +19,7 @@ from choros.comm import Communicator, Reduction
 from choros.comm.communicator import bytes_of_first
 from choros.comm.devices import Device, DeviceCollectives, DeviceLink, agree_to_connect
 from choros.errors import EngineError, MismatchError
-from choros.parallel.reduce.exchange import DeviceExchange
+from choros.parallel.reduce.exchange import device_exchange
 from choros.training.distributed_optimizer import reducer_of
 from keras_face import training_cases
 from keras_face.training_cases import OPTIMIZERS
@@ -40,7 +40,7 @@ def exchanged(
     layout = tuple(zip(shapes, (tf.as_dtype(dtype).as_numpy_dtype for dtype in dtypes), strict=True))
     layout = tuple((shape, np.dtype(dtype)) for shape, dtype in layout)
     wire: Callable[[Any], Any] = how.get("wire", lambda dtype: dtype)
-    exchange = DeviceExchange(communicator, layout, [list(range(len(layout)))], wire, CPU)
+    exchange = device_exchange(communicator, layout, [list(range(len(layout)))], wire, CPU)
 
     def on_device(tensors: Sequence[Any]) -> list[Any]:
         with communicator.exclusive():

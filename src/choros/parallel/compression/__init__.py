@@ -3,7 +3,7 @@
 Arrays that cannot be compressed, or are too small to gain from it, are sent uncompressed (``SelectiveCompressor``)::
 
     Compressor ─creates─► Exchange, which keeps buffers and residuals from step to step
-    ├── NoCompression, Float16      compressor.py  FusedExchange: an allreduce in that dtype
+    ├── NoCompression, Float16      compressor.py  fused_exchange: an allreduce in that dtype
     └── SelectiveCompressor
         ├── VectorCompressor                       sums arrays that are concatenated to one float32 vector
         │   ├── Bfloat16, Int8      sliced.py      in slices, as an allreduce does

@@ -13,7 +13,7 @@ from choros.arrays import adapter_of
 from choros.comm import BFLOAT16, Array, Communicator, DType
 from choros.comm.fusion import Layout
 from choros.errors import ConfigError
-from choros.parallel.reduce.exchange import Exchange, FusedExchange, Given, SplitExchange, only
+from choros.parallel.reduce.exchange import Exchange, Given, fused_exchange, only, split_exchange
 
 Vector = NDArray[np.float32]
 
@@ -58,7 +58,7 @@ class Compressor(ABC):
 
     def exchange(self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]]) -> Exchange:
         """Creates the exchange that sums arrays of ``layout``; those of a group are sent together."""
-        return FusedExchange(communicator, layout, groups, self.wire_dtype)
+        return fused_exchange(communicator, layout, groups, self.wire_dtype)
 
 
 @final
@@ -131,8 +131,8 @@ class SelectiveCompressor(Compressor):
         ]
         others = sorted(set(range(len(layout))) - chosen)
         if others:
-            parts.append((others, FusedExchange(communicator, *only(others, layout, groups), plain_dtype)))
-        return SplitExchange(parts)
+            parts.append((others, fused_exchange(communicator, *only(others, layout, groups), plain_dtype)))
+        return split_exchange(parts)
 
 
 class VectorCompressor(SelectiveCompressor):
@@ -155,38 +155,31 @@ class VectorCompressor(SelectiveCompressor):
     @final
     def compressing(self, communicator: Communicator, layout: Layout) -> Exchange:
         """See ``SelectiveCompressor``."""
-        return _VectorExchange(self, communicator, layout)
+        return _vector_exchange(self, communicator, layout)
 
 
-@final
-class _VectorExchange(Exchange):
-    def __init__(self, compressor: VectorCompressor, communicator: Communicator, layout: Layout) -> None:
-        ends = list(accumulate((math.prod(shape) for shape, _ in layout), initial=0))
-        self._compressor = compressor
-        self._communicator = communicator
-        self._layout = layout
-        self._slices = [slice(*bounds) for bounds in pairwise(ends)]
-        self._vector = np.zeros(ends[-1], np.float32)
-        self._feedback = ErrorFeedback(self._vector.shape) if compressor.feedback else None
-        self.description = compressor.describe(ends[-1])
+def _vector_exchange(compressor: VectorCompressor, communicator: Communicator, layout: Layout) -> Exchange:
+    ends = list(accumulate((math.prod(shape) for shape, _ in layout), initial=0))
+    slices = [slice(*bounds) for bounds in pairwise(ends)]
+    vector = np.zeros(ends[-1], np.float32)
+    feedback = ErrorFeedback(vector.shape) if compressor.feedback else None
 
-    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
-        del out
-        vector = self._vector
+    def reduce(arrays: Given, before: float, after: float, _: Given = None) -> list[Array]:
         if arrays is None:
             vector.fill(0)
         else:
-            for array, part in zip(arrays, self._slices, strict=True):
+            for array, part in zip(arrays, slices, strict=True):
                 np.multiply(array.reshape(-1), before, out=vector[part], dtype=np.float32, casting="unsafe")
-        if self._feedback is None:
-            total = self._compressor.sum(self._communicator, vector, None)
+        if feedback is None:
+            total = compressor.sum(communicator, vector, None)
         else:
-            vector += self._feedback.residual
-            total = self._compressor.sum(self._communicator, vector, self._feedback.next_residual)
-            self._feedback.end_step(total)
+            np.add(vector, feedback.residual, out=vector)
+            total = compressor.sum(communicator, vector, feedback.next_residual)
+            feedback.end_step(total)
         total *= np.float32(after)
-        pairs = zip(self._slices, self._layout, strict=True)
-        return [total[part].reshape(shape).astype(dtype) for part, (shape, dtype) in pairs]
+        return [total[part].reshape(shape).astype(dtype) for part, (shape, dtype) in zip(slices, layout, strict=True)]
+
+    return Exchange(compressor.describe(ends[-1]), reduce)
 
 
 @final

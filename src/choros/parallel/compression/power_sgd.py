@@ -19,7 +19,7 @@ from choros.comm import Array, Communicator, DType
 from choros.comm.fusion import Layout
 from choros.errors import ConfigError
 from choros.parallel.compression.compressor import ErrorFeedback, SelectiveCompressor, is_floating, plain_dtype
-from choros.parallel.reduce.exchange import Exchange, FusedExchange, Given
+from choros.parallel.reduce.exchange import Exchange, Given, fused_exchange
 
 Matrix = NDArray[np.float32]
 
@@ -40,44 +40,38 @@ def _orthonormal(matrix: Matrix) -> Matrix:
     return columns
 
 
-@final
-class _PowerExchange(Exchange):
-    def __init__(self, communicator: Communicator, layout: Layout, rank: int) -> None:
-        self._layout = layout
-        self._shapes = [matrix_shape(shape) for shape, _ in layout]
-        self._feedback = [ErrorFeedback(shape) for shape in self._shapes]
-        generator = np.random.default_rng(0)  # The same on every rank.
-        self._right = [
-            _orthonormal(generator.standard_normal((columns, rank), np.float32)) for _, columns in self._shapes
-        ]
-        float32, together = np.dtype(np.float32), [range(len(layout))]
-        sums = [
-            FusedExchange(communicator, tuple(((side, rank), float32) for side in sides), together, plain_dtype)
-            for sides in zip(*self._shapes, strict=True)
-        ]
-        self._sum_left, self._sum_right = sums
-        self.description = f"rank {rank} of {', '.join(f'float32[{n}, {m}]' for n, m in self._shapes)}"
+def _power_exchange(communicator: Communicator, layout: Layout, rank: int) -> Exchange:
+    shapes = [matrix_shape(shape) for shape, _ in layout]
+    feedbacks = [ErrorFeedback(shape) for shape in shapes]
+    generator = np.random.default_rng(0)  # The same on every rank.
+    last = [_orthonormal(generator.standard_normal((columns, rank), np.float32)) for _, columns in shapes]
+    float32, together = np.dtype(np.float32), [range(len(layout))]
+    sum_left, sum_right = (
+        fused_exchange(communicator, tuple(((side, rank), float32) for side in sides), together, plain_dtype).sum
+        for sides in zip(*shapes, strict=True)
+    )
 
-    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
-        del out
-        matrices = [feedback.residual.copy() for feedback in self._feedback]
+    def reduce(arrays: Given, before: float, after: float, _: Given = None) -> list[Array]:
+        matrices = [feedback.residual.copy() for feedback in feedbacks]
         if arrays is not None:
             for matrix, array in zip(matrices, arrays, strict=True):
                 matrix += np.multiply(array.reshape(matrix.shape), before, dtype=np.float32, casting="unsafe")
 
-        left = self._sum_left.sum([m @ right for m, right in zip(matrices, self._right, strict=True)], 1.0, 1.0)
+        left = sum_left([m @ right for m, right in zip(matrices, last, strict=True)], 1.0, 1.0)
         left = [_orthonormal(factor) for factor in left]
         own = [m.T @ factor for m, factor in zip(matrices, left, strict=True)]
-        right = self._sum_right.sum(own, 1.0, 1.0)
+        right = sum_right(own, 1.0, 1.0)
 
-        for index, feedback in enumerate(self._feedback):
+        for index, feedback in enumerate(feedbacks):
             np.subtract(matrices[index], left[index] @ own[index].T, out=feedback.next_residual)
             if feedback.end_step(right[index]):
-                self._right[index] = _orthonormal(right[index])
+                last[index] = _orthonormal(right[index])
         return [
             (p @ q.T * np.float32(after)).reshape(shape).astype(dtype, copy=False)
-            for p, q, (shape, dtype) in zip(left, right, self._layout, strict=True)
+            for p, q, (shape, dtype) in zip(left, right, layout, strict=True)
         ]
+
+    return Exchange(f"rank {rank} of {', '.join(f'float32[{n}, {m}]' for n, m in shapes)}", reduce)
 
 
 @final
@@ -101,4 +95,4 @@ class PowerSGD(SelectiveCompressor):
 
     def compressing(self, communicator: Communicator, layout: Layout) -> Exchange:
         """See ``SelectiveCompressor``."""
-        return _PowerExchange(communicator, layout, self.rank)
+        return _power_exchange(communicator, layout, self.rank)

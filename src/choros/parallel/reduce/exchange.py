@@ -1,9 +1,9 @@
 """What the reducer and compressions have in common: an exchange sums arrays over the ranks."""
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, TypeAlias, final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from choros.arrays import device_adapter
 from choros.comm import Array, Communicator, DType, Reduction
@@ -25,7 +25,8 @@ from choros.parallel.structure import with_items
 Given: TypeAlias = Sequence[Any] | None
 
 
-class Exchange(ABC):
+@dataclass(frozen=True)
+class Exchange:
     """Sums arrays of one layout over the ranks of one communicator; created once, used in every step.
 
     All ranks call ``sum`` within the exclusive section in which they have agreed on the step. It owns the state that it
@@ -33,41 +34,25 @@ class Exchange(ABC):
 
     Attributes:
         description: how it sums. Ranks compare it before the first byte is sent.
+        sum: ``sum(arrays, before, after, out=None)`` returns the sum over the ranks of ``arrays * before``, times
+            ``after``: arrays of the layout's shapes and dtypes, the same on every rank. ``arrays`` are this rank's,
+            which are not written to; ``None`` for zeros, of a rank that has no gradients. ``before``: its share of the
+            examples; ``after`` is the same on every rank. ``out``: where results may be written, maybe ``arrays``.
     """
 
     description: str
-
-    @abstractmethod
-    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Any]:
-        """Returns the sum over the ranks of ``arrays * before``, times ``after``.
-
-        Args:
-            arrays: this rank's, which are not written to; ``None`` for zeros, of a rank that has no gradients.
-            before: the factor of this rank's arrays: its share of the examples.
-            after: the factor of the sum, the same on every rank.
-            out: where results may be written, maybe ``arrays`` themselves; ``None``: into new arrays.
-
-        Returns:
-            Arrays of the layout's shapes and dtypes, the same on every rank.
-        """
+    sum: Callable[..., list[Any]]
 
 
-@final
-class FusedExchange(Exchange):
+def fused_exchange(
+    communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype
+) -> Exchange:
     """Sums arrays by allreduces, as they are or cast; each is scaled and copied into a message once, and out of it
     once. In place, it writes a chunk where it has just read it, and it is still in the caches.
     """
+    buffers = plan_fusion(layout, groups, wire_dtype, communicator.chunk_bytes, communicator.direct_bytes)
 
-    def __init__(
-        self, communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype
-    ) -> None:
-        self._communicator = communicator
-        self._layout = layout
-        self._buffers = plan_fusion(layout, groups, wire_dtype, communicator.chunk_bytes, communicator.direct_bytes)
-        self.description = ", ".join(f"{buffer.wire}[{buffer.size}]" for buffer in self._buffers)
-
-    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
-        """See ``Exchange``."""
+    def reduce(arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
         if out is not None and not all(array.flags.c_contiguous for array in out):
             out = None
         flats = None if arrays is None else [array.reshape(-1) for array in arrays]
@@ -85,71 +70,58 @@ class FusedExchange(Exchange):
         def write(message: Array, target: Array) -> None:
             scale_into(target, message, after)
 
-        return reduce_buffers(self._communicator, self._layout, self._buffers, Reduction.SUM, fill, write, out)
+        return reduce_buffers(communicator, layout, buffers, Reduction.SUM, fill, write, out)
+
+    return Exchange(", ".join(f"{buffer.wire}[{buffer.size}]" for buffer in buffers), reduce)
 
 
-@final
-class DeviceExchange(Exchange):
-    """An allreduce of tensors on their device, without host staging; many to a message, which the framework itself
+def device_exchange(
+    communicator: Communicator,
+    layout: Layout,
+    groups: Sequence[Sequence[int]],
+    wire_dtype: WireDtype,
+    device: Device,
+) -> Exchange:
+    """Sums tensors by allreduces on their device, without host staging; many to a message, which the framework itself
     packs and unpacks.
     """
+    collectives, adapter = communicator.devices, device_adapter(device.framework)
+    if collectives is None:
+        raise EngineError(f"the {communicator.engine} engine cannot reduce tensors on {device.type} in place.")
+    all_sizes = [math.prod(shape) for shape, _ in layout]
+    messages: list[tuple[DType, list[int]]] = [
+        (wire, [index for index in group if wire_dtype(layout[index][1]) == wire])
+        for group in groups
+        for wire in dict.fromkeys(wire_dtype(layout[index][1]) for index in group)
+    ]
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        layout: Layout,
-        groups: Sequence[Sequence[int]],
-        wire_dtype: WireDtype,
-        device: Device,
-    ) -> None:
-        if communicator.devices is None:
-            raise EngineError(f"the {communicator.engine} engine cannot reduce tensors on {device.type} in place.")
-        self._communicator = communicator
-        self._collectives = communicator.devices
-        self._device = device
-        self._arrays = device_adapter(device.framework)
-        self._layout = layout
-        self._sizes = [math.prod(shape) for shape, _ in layout]
-        self._messages: list[tuple[DType, list[int]]] = [
-            (wire, [index for index in group if wire_dtype(layout[index][1]) == wire])
-            for group in groups
-            for wire in dict.fromkeys(wire_dtype(layout[index][1]) for index in group)
-        ]
-        sent = [f"{wire}{[self._sizes[index] for index in part]}" for wire, part in self._messages]
-        self.description = f"on {device.type}: " + ", ".join(sent)
-
-    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
-        """See ``Exchange``; takes and gives tensors."""
-        del out
-        results: list[Any] = [None] * len(self._layout)
-        for wire, part in self._messages:
+    def reduce(arrays: Given, before: float, after: float, _: Given = None) -> list[Any]:
+        results: list[Any] = [None] * len(layout)
+        for wire, part in messages:
             own = None if arrays is None else [arrays[index] for index in part]
-            sizes = [self._sizes[index] for index in part]
-            message = self._arrays.pack(own, sizes, wire, before, self._device)
-            self._communicator.bytes_sent += sum(sizes) * wire.itemsize
+            sizes = [all_sizes[index] for index in part]
+            message = adapter.pack(own, sizes, wire, before, device)
+            communicator.bytes_sent += sum(sizes) * wire.itemsize
             if sum(sizes):
-                self._collectives.reduce_in_place(self._arrays.buffer(message, self._device), Reduction.SUM)
-            parts = self._arrays.unpack(message, [self._layout[index] for index in part], after)
-            results = with_items(results, part, parts)
+                collectives.reduce_in_place(adapter.buffer(message, device), Reduction.SUM)
+            results = with_items(results, part, adapter.unpack(message, [layout[index] for index in part], after))
         return results
 
+    sent = [f"{wire}{[all_sizes[index] for index in part]}" for wire, part in messages]
+    return Exchange(f"on {device.type}: " + ", ".join(sent), reduce)
 
-@final
-class SplitExchange(Exchange):
-    """An exchange of several: sums the arrays of each part by an exchange of its own; every array is in one part."""
 
-    def __init__(self, parts: Sequence[tuple[Sequence[int], Exchange]]) -> None:
-        self._parts = parts
-        self.description = "; ".join(exchange.description for _, exchange in parts)
+def split_exchange(parts: Sequence[tuple[Sequence[int], Exchange]]) -> Exchange:
+    """Sums the arrays of each part by an exchange of its own; every array is in one part."""
 
-    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Any]:
-        """See ``Exchange``."""
-        del out
+    def reduce(arrays: Given, before: float, after: float, _: Given = None) -> list[Any]:
         results: dict[int, Any] = {}
-        for indices, exchange in self._parts:
+        for indices, exchange in parts:
             own = None if arrays is None else [arrays[index] for index in indices]
             results.update(zip(indices, exchange.sum(own, before, after), strict=True))
         return [results[index] for index in range(len(results))]
+
+    return Exchange("; ".join(exchange.description for _, exchange in parts), reduce)
 
 
 def only(indices: Sequence[int], layout: Layout, groups: Sequence[Sequence[int]]) -> tuple[Layout, list[list[int]]]:

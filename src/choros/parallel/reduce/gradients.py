@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -199,39 +199,28 @@ def _dtype(array: Any) -> DType:
     return array.dtype if isinstance(array, np.ndarray) else np.dtype(str(array.dtype).removeprefix("torch."))
 
 
-@final
-class RowsExchange(Exchange):
+def rows_exchange(communicator: Communicator, layout: Sequence[GradientKind], row_dtype: WireDtype) -> Exchange:
     """Gathers the ranks' rows of all sparse gradients in one message; ``row_dtype`` maps a dtype to the sent one."""
+    wires = [row_dtype(each.dtype) for each in layout]
 
-    def __init__(self, communicator: Communicator, layout: Sequence[GradientKind], row_dtype: WireDtype) -> None:
-        self._communicator = communicator
-        self._layout = layout
-        self._wires = [row_dtype(each.dtype) for each in layout]
-        self.description = ", ".join(f"gathered {wire}" for wire in self._wires)
-
-    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[SparseRows]:
-        """See ``Exchange``; takes and gives rows."""
-        del out
-        size, number = self._communicator.size, len(self._layout)
-        given = [each.rows(0) for each in self._layout] if arrays is None else arrays
+    def gather(arrays: Sequence[SparseRows] | None, before: float, after: float, _: Given = None) -> list[SparseRows]:
+        given = [each.rows(0) for each in layout] if arrays is None else arrays
         own = [len(rows.indices) for rows in given]
-        summable = [_summable(each, rows) for each, rows in zip(self._layout, given, strict=True)]
+        summable = [_summable(each, rows) for each, rows in zip(layout, given, strict=True)]
         header = np.array([own, summable], np.int64)
-        gathered = self._communicator.gather_bytes(header.reshape(-1).view(np.uint8), [header.nbytes] * size)
-        table = gathered.view(np.int64).reshape(size, 2, number)
+        gathered = communicator.gather_bytes(header.reshape(-1).view(np.uint8), [header.nbytes] * communicator.size)
+        table = gathered.view(np.int64).reshape(communicator.size, 2, len(layout))
         counts: list[list[int]] = table[:, 0].tolist()
 
         # Factors that fit into the dtype of values are applied once, to the rows of this rank.
-        early = [
-            before * after if wire == each.dtype else before
-            for wire, each in zip(self._wires, self._layout, strict=True)
-        ]
-        indices = self._gather([rows.indices for rows in given], [each.index_dtype for each in self._layout], counts)
-        sizes = [math.prod(each.shape[1:]) for each in self._layout]
+        early = [before * after if wire == each.dtype else before for wire, each in zip(wires, layout, strict=True)]
+        parts = [rows.indices for rows in given]
+        indices = _gathered(communicator, parts, [each.index_dtype for each in layout], counts)
+        sizes = [math.prod(each.shape[1:]) for each in layout]
         elements = [[count * size for count, size in zip(each, sizes, strict=True)] for each in counts]
-        values = self._gather([rows.values.reshape(-1) for rows in given], self._wires, elements, early)
+        values = _gathered(communicator, [rows.values.reshape(-1) for rows in given], wires, elements, early)
         results = []
-        for each, wire, rows, part in zip(self._layout, self._wires, indices, values, strict=True):
+        for each, wire, rows, part in zip(layout, wires, indices, values, strict=True):
             if wire != each.dtype:
                 wide = aligned_empty(part.shape, each.dtype)
                 scale_into(wide, part, after)
@@ -240,22 +229,29 @@ class RowsExchange(Exchange):
         ways = np.bitwise_and.reduce(table[:, 1]).tolist()
         return [_summed(*each) for each in zip(results, table[:, 0].T.tolist(), ways, strict=True)]
 
-    def _gather(
-        self, parts: Sequence[Array], dtypes: Sequence[DType], counts: Sequence[list[int]], scales: Sequence[float] = ()
-    ) -> list[Array]:
-        """Concatenates each of the ranks' flat ``parts`` in rank order, sent in one message as these ``dtypes``."""
-        scales = scales or [1.0] * len(parts)
-        table = np.array(counts, np.int64) * np.array([dtype.itemsize for dtype in dtypes], np.int64)
-        nbytes: list[int] = table.sum(1).tolist()
-        if len(parts) == 1 and scales[0] == 1.0 and parts[0].dtype == dtypes[0]:
-            message = np.ascontiguousarray(parts[0]).view(np.uint8)
-        else:
-            message = np.empty(nbytes[self._communicator.rank], np.uint8)
-            slots = np.split(message, np.cumsum(table[self._communicator.rank])[:-1])
-            for slot, dtype, part, scale in zip(slots, dtypes, parts, scales, strict=True):
-                scale_into(slot.view(dtype), part, scale)
-        of_parts = regrouped(self._communicator.gather_bytes(message, nbytes), table)
-        return [part.view(dtype) for part, dtype in zip(of_parts, dtypes, strict=True)]
+    return Exchange(", ".join(f"gathered {wire}" for wire in wires), gather)
+
+
+def _gathered(
+    communicator: Communicator,
+    parts: Sequence[Array],
+    dtypes: Sequence[DType],
+    counts: Sequence[list[int]],
+    scales: Sequence[float] = (),
+) -> list[Array]:
+    """Concatenates each of the ranks' flat ``parts`` in rank order, sent in one message as these ``dtypes``."""
+    scales = scales or [1.0] * len(parts)
+    table = np.array(counts, np.int64) * np.array([dtype.itemsize for dtype in dtypes], np.int64)
+    nbytes: list[int] = table.sum(1).tolist()
+    if len(parts) == 1 and scales[0] == 1.0 and parts[0].dtype == dtypes[0]:
+        message = np.ascontiguousarray(parts[0]).view(np.uint8)
+    else:
+        message = np.empty(nbytes[communicator.rank], np.uint8)
+        slots = np.split(message, np.cumsum(table[communicator.rank])[:-1])
+        for slot, dtype, part, scale in zip(slots, dtypes, parts, scales, strict=True):
+            scale_into(slot.view(dtype), part, scale)
+    of_parts = regrouped(communicator.gather_bytes(message, nbytes), table)
+    return [part.view(dtype) for part, dtype in zip(of_parts, dtypes, strict=True)]
 
 
 def _summable(layout: GradientKind, rows: SparseRows) -> int:

@@ -16,9 +16,9 @@ from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor, check_compressor
 from choros.parallel.compression.compressor import Float16, NoCompression
 from choros.parallel.compression.sliced import Bfloat16
-from choros.parallel.reduce.exchange import DeviceExchange, Exchange, SplitExchange, only
-from choros.parallel.reduce.gradients import GradientLayout, RowsExchange, describe
-from choros.parallel.reduce.slices import OwnItemsExchange, ScatterExchange, check_slices
+from choros.parallel.reduce.exchange import Exchange, device_exchange, only, split_exchange
+from choros.parallel.reduce.gradients import GradientLayout, describe, rows_exchange
+from choros.parallel.reduce.slices import check_slices, own_items_exchange, scatter_exchange
 from choros.settings import VARIABLES, current
 
 #: The size of buckets that are sent during the backward pass: large enough that passing one to another thread costs
@@ -219,18 +219,18 @@ def _exchange_for(
         part, together = only(dense, shapes, groups)
         if config.device is None:
             return config.compressor.exchange(communicator, part, together)
-        return DeviceExchange(communicator, part, together, config.compressor.wire_dtype, config.device)
+        return device_exchange(communicator, part, together, config.compressor.wire_dtype, config.device)
 
     def slice_exchange(sliced: Sequence[int]) -> Exchange:
-        part: list[Any] = [layout[index] for index in sliced]
+        part = [layout[index] for index in sliced]
         if config.device is None and isinstance(config.compressor, NoCompression | Float16):
-            return ScatterExchange(communicator, part, config.compressor.wire_dtype)
-        return OwnItemsExchange(dense_exchange(sliced), part, communicator.rank)
+            return scatter_exchange(communicator, part, config.compressor.wire_dtype)
+        return own_items_exchange(dense_exchange(sliced), part, communicator.rank)
 
     def row_exchange(sparse: Sequence[int]) -> Exchange:
-        part: list[Any] = [layout[index] for index in sparse]
-        exchange = RowsExchange(communicator, part, config.compressor.row_dtype)
-        return OwnItemsExchange(exchange, part, communicator.rank) if part[0].ranges else exchange
+        part = [layout[index] for index in sparse]
+        exchange = rows_exchange(communicator, part, config.compressor.row_dtype)
+        return own_items_exchange(exchange, part, communicator.rank) if part[0].ranges else exchange
 
     kinds: dict[Callable[[Sequence[int]], Exchange], list[int]] = {}
     for index in indices:
@@ -242,4 +242,4 @@ def _exchange_for(
         return exchange_of(indices)
     positions = {index: position for position, index in enumerate(indices)}
     order = [each for each in (dense_exchange, slice_exchange, row_exchange) if each in kinds]
-    return SplitExchange([([positions[index] for index in kinds[each]], each(kinds[each])) for each in order])
+    return split_exchange([([positions[index] for index in kinds[each]], each(kinds[each])) for each in order])

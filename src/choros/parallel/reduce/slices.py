@@ -204,30 +204,22 @@ def _slice_lost(member: int, copy: int) -> PeerLostError:
     return PeerLostError(text, ranks=tuple({member, copy}), ends_job=True)
 
 
-@final
-class ScatterExchange(Exchange):
+def scatter_exchange(communicator: Communicator, layout: Sequence[GradientKind], wire_dtype: WireDtype) -> Exchange:
     """Sums arrays by reducescatters, as they are or cast: each rank receives its items of each array, flat."""
+    groups = [
+        (dtype, wire_dtype(dtype), [index for index, each in enumerate(layout) if each.dtype == dtype])
+        for dtype in dict.fromkeys(each.dtype for each in layout)
+    ]
 
-    def __init__(self, communicator: Communicator, layout: Sequence[GradientKind], wire_dtype: WireDtype) -> None:
-        self._communicator = communicator
-        self._layout = layout
-        self._groups = [
-            (dtype, wire_dtype(dtype), [index for index, each in enumerate(layout) if each.dtype == dtype])
-            for dtype in dict.fromkeys(each.dtype for each in layout)
-        ]
-        self.description = ", ".join(f"scattered {wire}" for _, wire, _ in self._groups)
-
-    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
-        """See ``Exchange``; returns this rank's items, flat."""
-        rank, size = self._communicator.rank, self._communicator.size
+    def reduce(arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
         if out is None:
-            out = [aligned_empty((each.items(rank),), each.dtype) for each in self._layout]
+            out = [aligned_empty((each.items(communicator.rank),), each.dtype) for each in layout]
         results = list(out)
-        for dtype, wire, indices in self._groups:
-            layout = [self._layout[index] for index in indices]
+        for dtype, wire, indices in groups:
+            kinds = [layout[index] for index in indices]
             if arrays is None:
                 zero = np.zeros(1, dtype)
-                flats = [np.broadcast_to(zero, math.prod(each.shape)) for each in layout]
+                flats = [np.broadcast_to(zero, math.prod(each.shape)) for each in kinds]
             else:
                 flats = [arrays[index].reshape(-1) for index in indices]
             targets = [results[index] for index in indices if results[index].size]
@@ -239,25 +231,21 @@ class ScatterExchange(Exchange):
                 scale_into(target, reduced, after)
 
             plain = before == 1.0 and wire == dtype
-            shares = _shares(layout, flats, size)
-            scatter_shares(self._communicator, shares, wire, Reduction.SUM, targets, write, None if plain else fill)
+            shares = _shares(kinds, flats, communicator.size)
+            scatter_shares(communicator, shares, wire, Reduction.SUM, targets, write, None if plain else fill)
         return results
 
+    return Exchange(", ".join(f"scattered {wire}" for _, wire, _ in groups), reduce)
 
-@final
-class OwnItemsExchange(Exchange):
+
+def own_items_exchange(exchange: Exchange, layout: Sequence[GradientKind], rank: int) -> Exchange:
     """Sums arrays by another exchange, and keeps this rank's items: of compressed gradients, or those on a device."""
 
-    def __init__(self, exchange: Exchange, layout: Sequence[GradientKind], rank: int) -> None:
-        self._exchange = exchange
-        self._ranges = [each.ranges[rank] for each in layout]
-        self.description = f"{exchange.description}, in slices"
+    def reduce(arrays: Given, before: float, after: float, _: Given = None) -> list[Any]:
+        whole = exchange.sum(arrays, before, after)
+        return [own_items(array, *each.ranges[rank]) for array, each in zip(whole, layout, strict=True)]
 
-    def sum(self, arrays: Given, before: float, after: float, out: Given = None) -> list[Any]:
-        """See ``Exchange``; returns this rank's items."""
-        del out
-        whole = self._exchange.sum(arrays, before, after)
-        return [own_items(array, *ranges) for array, ranges in zip(whole, self._ranges, strict=True)]
+    return Exchange(f"{exchange.description}, in slices", reduce)
 
 
 def own_items(array: Any, start: int, stop: int) -> Any:
