@@ -15,7 +15,7 @@ import pytest
 
 from choros.errors import EngineError
 from choros.transport.channel import ChannelClosed, Listener, connect, connect_within
-from choros.transport.handshake import _GREETING, _MAGIC, Cut, Seal, accept_proof, offer_proof
+from choros.transport.handshake import _GREETING, _MAGIC, Cut, accept_proof, offer_proof, seal_with
 from choros.transport.secret import Key
 from ranks.environment import python_path
 from ranks.job import free_port
@@ -217,8 +217,8 @@ def test_connections_that_prove_nothing_do_not_keep_the_others_out(address):
 
 
 def test_seals_of_both_directions_and_of_each_section_differ():
-    one, other = Seal(b"1"), Seal(b"2")
-    tags = [each.next() for each in (one, one, other)]
+    one, other = seal_with(b"1"), seal_with(b"2")
+    tags = [next(each) for each in (one, one, other)]
     assert len({tag.digest() for tag in tags}) == 3
 
 

@@ -38,7 +38,7 @@ import cloudpickle
 from choros import durations
 from choros.errors import EngineError
 from choros.topology import split_address
-from choros.transport.handshake import Cut, Seal, accept_proof, offer_proof
+from choros.transport.handshake import DIGEST, Cut, Seal, accept_proof, offer_proof
 from choros.transport.peers import plain_address
 from choros.transport.secret import Key
 from choros.transport.silence import fell_silent, watch_for_silence
@@ -143,7 +143,7 @@ class Channel:
     def _sealed(self, sections: Sequence[Sequence[Any]]) -> Any:
         """Yields the parts of the sections, with the tag after each section."""
         for section in filter(None, sections):
-            tag = self._sends and self._sends.next()
+            tag = self._sends and next(self._sends)
             for part in section:
                 for chunk in _chunks(part) if tag else (memoryview(part),):
                     yield chunk
@@ -154,7 +154,7 @@ class Channel:
 
     def _read(self, *sizes: int) -> list[bytearray]:
         """Returns the parts of the next section, of these sizes, once it is verified."""
-        tag = self._receives and self._receives.next()
+        tag = self._receives and next(self._receives)
         parts = [bytearray(size) for size in sizes]
         for part in parts:
             for chunk in _chunks(part) if tag else (memoryview(part),):
@@ -162,7 +162,7 @@ class Channel:
                 if tag:
                     tag.update(chunk)
         if tag:
-            self._fill(memoryview(received := bytearray(Seal.SIZE)))
+            self._fill(memoryview(received := bytearray(DIGEST)))
             if not hmac.compare_digest(received, tag.digest()):
                 self.close()
                 raise ChannelClosed(

@@ -26,12 +26,13 @@ After SIGMA and TLS 1.3's PSK handshake in their simplest form; see RFC 8446, se
 import contextlib
 import hashlib
 import hmac
+import itertools
 import secrets
 import socket
 import struct
 import time
 from collections.abc import Iterator
-from typing import final
+from typing import TypeAlias, final
 
 from choros.errors import EngineError
 from choros.transport.address import is_loopback, this_host
@@ -39,42 +40,34 @@ from choros.transport.peers import plain_address
 from choros.transport.secret import Key
 
 _MAGIC = b"choros 2"
-_DIGEST = 32
-_GREETING = struct.Struct(f"!8s{_DIGEST}s{_DIGEST}sBB")
+#: The number of bytes of a proof, of a tag of a section and of a digest.
+DIGEST = 32
+_GREETING = struct.Struct(f"!8s{DIGEST}s{DIGEST}sBB")
 _WELCOME = b"\1"
 _SAME_ADDRESSES = "all processes must have the same addresses."
 #: The path of a connection that leaves the host.
-_AWAY = bytes(_DIGEST)
+_AWAY = bytes(DIGEST)
 
 
 class Cut(EngineError):
     """The other end closed the connection before the handshake was complete; connecting again may succeed."""
 
 
-@final
-class Seal:
-    """Authenticates the sections of one direction of a connection: each has its own HMAC, by its number.
+#: What authenticates the sections of one direction of a connection: the HMAC of each, to be updated with its bytes.
+Seal: TypeAlias = Iterator[hmac.HMAC]
 
-    >>> sender, receiver = Seal(b"key"), Seal(b"key")
-    >>> tag = sender.next()
-    >>> tag.update(b"section")
-    >>> same = receiver.next()
-    >>> same.update(b"section")
+
+def seal_with(key: bytes) -> Seal:
+    """The HMACs of all sections, each by its number.
+
+    >>> sender, receiver = seal_with(b"key"), seal_with(b"key")
+    >>> tag, same = next(sender), next(receiver)
+    >>> tag.update(b"section"), same.update(b"section")
+    (None, None)
     >>> hmac.compare_digest(tag.digest(), same.digest())
     True
     """
-
-    #: The number of bytes of a tag.
-    SIZE = _DIGEST
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._count = 0
-
-    def next(self) -> hmac.HMAC:
-        """Returns the HMAC of the next section, to be updated with its bytes."""
-        number, self._count = self._count, self._count + 1
-        return hmac.new(self._key, number.to_bytes(8), "sha256")
+    return (hmac.new(key, number.to_bytes(8), "sha256") for number in itertools.count())
 
 
 #: A handshake's outcome: the proved name, and what seals what is sent, and received; ``None`` for direct connections.
@@ -90,10 +83,10 @@ def offer_proof(end: socket.socket, key: Key, name: str, peer: str, seconds: flo
     own.send(mine)
     theirs, path, found, _ = own.receive_greeting()
     transcript = _digest(mine + theirs)
-    proof = own.receive(_DIGEST)
+    proof = own.receive(DIGEST)
     if not hmac.compare_digest(proof, own.mac(b"listens", transcript)):
         with contextlib.suppress(EngineError):
-            own.send(bytes(_DIGEST))
+            own.send(bytes(DIGEST))
         raise own.refused()
     if found != peer:
         raise EngineError(f"this process expected {peer} there and found {found} of the same job: {_SAME_ADDRESSES}")
@@ -110,7 +103,7 @@ def accept_proof(end: socket.socket, key: Key, name: str, seconds: float) -> Pro
     mine = own.greeting(peer)
     transcript = _digest(theirs + mine)
     own.send(mine + own.mac(b"listens", transcript))
-    if not hmac.compare_digest(own.receive(_DIGEST), own.mac(b"connects", transcript)):
+    if not hmac.compare_digest(own.receive(DIGEST), own.mac(b"connects", transcript)):
         raise own.refused()
     if expected != name:
         raise EngineError(f"{peer} expected {expected} here, and this is {name}: {_SAME_ADDRESSES}")
@@ -142,7 +135,7 @@ class _End:
 
     def greeting(self, peer: str) -> bytes:
         names = self._name.encode(), peer.encode()
-        return _GREETING.pack(_MAGIC, secrets.token_bytes(_DIGEST), self._path, *map(len, names)) + b"".join(names)
+        return _GREETING.pack(_MAGIC, secrets.token_bytes(DIGEST), self._path, *map(len, names)) + b"".join(names)
 
     def seals(
         self, path: bytes, transcript: bytes, *, sends: bytes, receives: bytes
@@ -155,7 +148,7 @@ class _End:
                 "another process forwards this connection, which is not allowed between processes that authenticate "
                 "each other by a file of this host: set CHOROS_SECRET, the same in all processes of the job."
             )
-        return Seal(self.mac(sends, transcript)), Seal(self.mac(receives, transcript))
+        return seal_with(self.mac(sends, transcript)), seal_with(self.mac(receives, transcript))
 
     def refused(self) -> EngineError:
         if self._key.within_host and self._path != _AWAY:
