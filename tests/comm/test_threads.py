@@ -1,8 +1,9 @@
 """The threads engine: it ends when one of its ranks fails."""
 
+import numpy as np
 import pytest
 
-from choros.comm import Communicator, Request
+from choros.comm import Communicator, Reduction, Request
 from choros.comm.engines.threads import run_threads
 from choros.errors import EngineError, MismatchError
 
@@ -38,5 +39,14 @@ def test_a_rank_that_is_interrupted_while_data_move_cannot_communicate() -> None
             communicator.atomic(interrupted)
         with pytest.raises(MismatchError, match=r"ours.* was interrupted on this rank, which cannot communicate"):
             communicator.barrier()
+
+    run_threads(rank_main, 2)
+
+
+def test_ranks_must_scale_in_the_same_way_where_results_have_an_array_too() -> None:
+    def rank_main(communicator: Communicator) -> None:
+        array = np.ones(3)
+        with pytest.raises(MismatchError, match=r"rank 0: allreduce\(op=Sum, prescale_factor=1"):
+            communicator.allreduce(array, Reduction.SUM, out=array, scaled=f"prescale_factor={communicator.rank + 1}")
 
     run_threads(rank_main, 2)

@@ -70,16 +70,14 @@ class Communicator(Members):
         array([1., 2.])
         """
         source = np.asarray(array)
-        if out is None:
-            return self._allreduce_all("allreduce", [source], op, name, scaled=scaled)[0]
-        if out is source and (self.size == 1 or self._is_registered(out)):
-            request, engine_op = _in_place(out.dtype, out.shape, op, name)
+        if out is not None and out is source and (self.size == 1 or self._is_registered(out)):
+            request, engine_op = _in_place(out.dtype, out.shape, op, name, scaled)
             if request is not None and _problem_of_out(source, out) is None:
                 kept = out.copy() if self.elastic else out
                 reduce = functools.partial(self._reduce_whole, request, out, engine_op, op)
                 self.atomic(reduce, again=lambda: np.copyto(out, kept))
                 return out
-        return self._allreduce_all("allreduce", [source], op, name, [out])[0]
+        return self._allreduce_all("allreduce", [source], op, name, None if out is None else [out], scaled)[0]
 
     @final
     def grouped_allreduce(
@@ -286,8 +284,8 @@ class Communicator(Members):
         arrays: list[Array],
         op: Reduction,
         name: str,
-        outs: list[Array] | None = None,
-        scaled: str = "",
+        outs: list[Array] | None,
+        scaled: str,
     ) -> list[Array]:
         layout = tuple([(array.shape, array.dtype) for array in arrays])
         request = _request(collective, layout, name, op=op, scaled=scaled)
@@ -376,14 +374,14 @@ def _request(
 
 
 @functools.lru_cache(maxsize=256)
-def _in_place(dtype: DType, shape: tuple[int, ...], op: Reduction, name: str) -> tuple[Request | None, Reduction]:
+def _in_place(
+    dtype: DType, shape: tuple[int, ...], op: Reduction, name: str, scaled: str
+) -> tuple[Request | None, Reduction]:
     """The request of an allreduce in place, and the engine's operation; ``None`` if engines do not reduce it so."""
-    direct = op is not Reduction.ADASUM and dtype_problem(dtype, op) is None and working_dtype(dtype) == dtype
-    return (
-        (_request("allreduce in place", ((shape, dtype),), name, op=op), working_op(dtype, op))
-        if direct
-        else (None, op)
-    )
+    if op is Reduction.ADASUM or dtype_problem(dtype, op) is not None or working_dtype(dtype) != dtype:
+        return None, op
+    request = _request("allreduce in place", ((shape, dtype),), name, op=op, scaled=scaled)
+    return request, working_op(dtype, op)
 
 
 def _problem_of(arrays: Sequence[Array], op: Reduction | None = None, *, whole: bool = False) -> ConfigError | None:
