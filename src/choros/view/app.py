@@ -142,7 +142,7 @@ def ranks_text(view: JobView, width: int) -> Text:
     """A line for each rank: its rate as a bar, and the shares of its time."""
     hosts = max((4, *(len(rank.host) for rank in view.ranks))) + 1
     number = max((4, *(len(str(rank.number)) for rank in view.ranks)))
-    left = width - number - 1 - _RATE_CELLS - _NUMBER_CELLS - 11
+    left = width - number - 1 - _RATE_CELLS - _NUMBER_CELLS - 13
     hosts = hosts if left - hosts >= 20 else 0
     by_steps = view.steps_per_second > 0 and view.examples_per_second == 0  # examples are not counted
     unit = "steps/s" if by_steps else "examples/s"
@@ -172,7 +172,7 @@ def _rank_text(rank: RankView, number: int, hosts: int, per_second: float, share
         line.append(_STYLES[name][0] * count, style=_STYLES[name][2:])
     if not rank.shares:
         line.append("no steps yet".ljust(width), style="bright_black")
-    line.append(f" {bytes_text(rank.memory):>8}")
+    line.append(f" {bytes_text(rank.memory):>9}")
     return line
 
 
