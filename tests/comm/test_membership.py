@@ -12,7 +12,6 @@ from choros.comm import LEAVES, ProcessSet, Reduction, context, global_process_s
 from choros.comm.engines.local import LocalCommunicator
 from choros.comm.engines.mpi_window import _identity, _map, _reserve
 from choros.comm.primitives import Change
-from choros.comm.process_set import Membership
 from choros.comm.reduction import writer
 from choros.topology import Topology
 
@@ -42,12 +41,12 @@ def test_memory_that_another_process_has_under_the_same_name_is_refused() -> Non
 
 def test_every_registration_is_an_epoch() -> None:
     process_set = ProcessSet([1, 0])
-    assert process_set.membership is None
-    for epoch in range(3):
+    assert process_set.epoch == 0
+    for epoch in (1, 2, 3):
         process_set.register(1, [0, 1], None)
-        assert process_set.membership == Membership(epoch, (0, 1))
+        assert (process_set.epoch, process_set.ranks) == (epoch, [0, 1])
         process_set.unregister()
-        assert process_set.membership == Membership(epoch, (0, 1))
+        assert (process_set.epoch, process_set.ranks) == (epoch, [0, 1])
 
 
 def test_a_signal_to_a_new_rank_while_it_is_taken_in_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -672,7 +672,7 @@ def case_backward_passes_outside_of_training_steps() -> None:
     parameters = list(model.parameters())
     examples: list[int] = []
     reducer = GradientReducer(ReduceConfig(bucket_bytes=256))
-    exchange = BackwardExchange(reducer, parameters, overlap=True, examples=lambda: examples[-1] if examples else None)
+    exchange = BackwardExchange(reducer, parameters, examples=lambda: examples[-1] if examples else None)
     communicator = hvd.global_process_set.communicator
 
     def backward(rows: slice) -> list[torch.Tensor]:

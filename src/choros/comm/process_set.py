@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, final
@@ -13,24 +12,6 @@ from choros.errors import ConfigError, NotInitializedError
 
 if TYPE_CHECKING:
     from choros.comm.communicator import Communicator
-
-
-@dataclass(frozen=True)
-class Membership:
-    """A set's ranks between two changes, after which plans are made again; ``epoch`` counts earlier registrations.
-
-    >>> first = Membership(0, (0, 1))
-    >>> first.successor([0, 1]) == first
-    False
-    """
-
-    epoch: int
-    ranks: tuple[int, ...]
-    admissions: int = 0
-
-    def successor(self, ranks: Sequence[int], *, admits: bool = False) -> Membership:
-        """The next epoch, with these ranks; ``admits``: there are new ones among them."""
-        return Membership(self.epoch + 1, tuple(ranks), self.admissions + admits)
 
 
 @final
@@ -47,7 +28,8 @@ class ProcessSet:
         ranks: the global ranks in it, ascending.
         mpi_comm: the communicator that it was created from.
         process_set_id: its number, ``0`` for all ranks; ``None`` while it is not registered.
-        membership: the ranks it has, or last had, since when; ``None`` before it is registered for the first time.
+        epoch: how often it was registered, or its members have changed: then plans are made again.
+        admissions: how often new ones were among these.
 
     Example:
         >>> even = ProcessSet([2, 0])
@@ -67,7 +49,7 @@ class ProcessSet:
             raise ConfigError(f"ProcessSet({ranks}): expected distinct ranks, 0 or more.")
         self.ranks = sorted(int(rank) for rank in ranks)
         self.process_set_id: int | None = None
-        self.membership: Membership | None = None
+        self.epoch = self.admissions = 0
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
         return self  # the ranks are no part of what is copied, such as a model
@@ -79,16 +61,16 @@ class ProcessSet:
         """Makes the set usable; ``communicator`` is ``None`` on ranks outside it."""
         self.process_set_id = process_set_id
         self.ranks = list(ranks)
-        known = self.membership
-        self.membership = Membership(0, tuple(ranks)) if known is None else known.successor(self.ranks)
+        self.epoch += 1
         if communicator is not None:
             self.communicator = communicator
 
     def changed(self, ranks: Sequence[int], *, admits: bool = False) -> None:
         """Notes that its members have changed, or have other ranks; ``admits``: that there are new ones among them."""
-        if self.membership is not None:
+        if self.epoch:
             self.ranks = list(ranks)
-            self.membership = self.membership.successor(self.ranks, admits=admits)
+            self.epoch += 1
+            self.admissions += admits
 
     def unregister(self) -> None:
         """Makes the set unusable and frees its communicator."""

@@ -262,9 +262,8 @@ def _hook(
         slices.reducer = reducer
     if not reducer.active:
         return GradientHook(None)
-    overlap = buckets is not None
     exchange = BackwardExchange(
-        reducer, parameters, overlap=overlap, micro_batches=micro_batches, gathers_rows=gathers_rows, ranges=ranges
+        reducer, parameters, micro_batches=micro_batches, gathers_rows=gathers_rows, ranges=ranges
     )
     return GradientHook(exchange, None if slices is None else SlicedStep(slices, exchange))
 

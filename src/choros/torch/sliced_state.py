@@ -75,7 +75,7 @@ class ParameterSlices:
         self.number = process_set.communicator.rank
         self.divide(optimizer)
         # A new rank has created none before it was admitted that the others still use.
-        admissions = 0 if process_set.membership is None else process_set.membership.admissions
+        admissions = process_set.admissions
         key = process_set.process_set_id, admissions, self.text
         number = _created[key] = _created[key] + 1
         self.name = f"{number} of {admissions}" if admissions else str(number) if number > 1 else ""

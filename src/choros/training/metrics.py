@@ -183,8 +183,7 @@ def _merged(metrics: Sequence[Any]) -> tuple[list[Any], list[Array], list[Array]
 
 
 def _rules_of(metrics: Sequence[Any]) -> list[Start]:
-    membership = global_process_set.membership
-    admissions = 0 if membership is None else membership.admissions
+    admissions = global_process_set.admissions
     unknown = [each for each in metrics if not is_keras_own(each) and _agreed_with.get(each) != admissions]
     if unknown:
         # A rank that has had no batches yet cannot try, and all ranks must merge identically.

@@ -186,8 +186,8 @@ class OptimizerReducer:
                 return self._sum_over_devices(gradients)
             reducer = self._summing
         config = reducer.config
-        membership = config.process_set.membership
-        if membership is not None and len(membership.ranks) > 1:  # after shutdown(), each rank would train apart
+        # After shutdown(), each rank would train apart.
+        if config.process_set.epoch and len(config.process_set.ranks) > 1:
             config.process_set.check_registered("an update of a distributed optimizer")
         step = current_step()
         of_all_ranks = step is not None and step.of_all_ranks
@@ -298,7 +298,7 @@ class OptimizerReducer:
                 # Hooks send full buckets in ``loss.backward()``, from the second step on: ``apply`` is too late.
                 parameters = [variable.value for variable in variables]
                 if self._backward is None:
-                    self._backward = BackwardExchange(self.reducer, parameters, overlap=True, examples=_step_examples)
+                    self._backward = BackwardExchange(self.reducer, parameters, examples=_step_examples)
                 reduced = self._backward.reduce(parameters, gradients)
             else:
                 exchange = (int(micro_batches) + 1) % config.micro_batches == 0

@@ -36,7 +36,6 @@ import numpy as np
 
 from choros.comm import Array, Communicator, ProcessSet, Reduction, Request, has_others
 from choros.comm.joining import Participation, join
-from choros.comm.process_set import Membership
 from choros.errors import ConfigError, EngineError
 from choros.observe import events
 from choros.observe.events import Kind
@@ -105,7 +104,8 @@ class GradientReducer:
         self.config = config
         self.process_set = config.process_set
         self.name = name
-        self._membership: Membership | None = None
+        #: That of the process set for which there are plans.
+        self._epoch = 0
         self._plans: dict[GradientLayout, Plan] = {}
         self._plan: Plan | None = None
         self._scales = (1.0, 1.0)
@@ -238,7 +238,7 @@ class GradientReducer:
                 # Between buckets the user's program runs: its collective on one rank must not be matched with this one.
                 now = plan
                 communicator.agree(_bucket_request(bucket, self.name))
-                if self._membership != self.process_set.membership:
+                if self._epoch != self.process_set.epoch:
                     return None
             return self._sum(now, bucket, _times(self._factor, gradients) if examples else None, out)
 
@@ -295,7 +295,7 @@ class GradientReducer:
 
         def sum_bucket(_: Sequence[int], bucket: int) -> None:
             plan = self._plan
-            if plan is None or self._membership != self.process_set.membership:
+            if plan is None or self._epoch != self.process_set.epoch:
                 return
             received.update(zip(plan.indices[bucket], self._sum(plan, bucket, None), strict=True))
             if bucket == len(plan.indices) - 1:
@@ -335,9 +335,8 @@ class GradientReducer:
 
     def _planned(self, layout: GradientLayout) -> Plan:
         """Returns the plan of a step that begins, or begins again: what it noted before is forgotten."""
-        membership = self.process_set.membership
-        if membership != self._membership:
-            self._membership, self._plans, self._plan = membership, {}, None
+        if self._epoch != self.process_set.epoch:
+            self._epoch, self._plans, self._plan = self.process_set.epoch, {}, None
             self._settled = replace(self._settled, common_steps={})  # a new rank has counted none
         self._progress, self._norms, plan = self._settled, None, self._plan
         if plan is None or layout != plan.layout:

@@ -64,7 +64,6 @@ class BackwardExchange:
         reducer: GradientReducer,
         parameters: Sequence[Any],
         *,
-        overlap: bool,
         micro_batches: int = 1,
         gathers_rows: bool = False,
         examples: Callable[[], int | None] = lambda: 1,
@@ -75,7 +74,7 @@ class BackwardExchange:
         training step. ``ranges`` says how the gradient of a parameter is divided, for ``scatter``.
         """
         self.reducer = reducer
-        self._overlap = overlap
+        self._overlap = reducer.config.bucket_bytes is not None
         #: Backward passes before each reduction.
         self.micro_batches = micro_batches
         self._gathers_rows = gathers_rows
@@ -285,13 +284,8 @@ class BackwardExchange:
         return dense if self.reducer.config.device is not None else adapter.to_host(dense)
 
     @property
-    def _admissions(self) -> int:
-        membership = self.reducer.process_set.membership
-        return 0 if membership is None else membership.admissions
-
-    @property
     def _kinds_known(self) -> bool:
-        return not self._gathers_rows or self._agreed_with == self._admissions
+        return not self._gathers_rows or self._agreed_with == self.reducer.process_set.admissions
 
     def _agree_on_kinds(self, gradients: Sequence[Any]) -> None:
         sparse = [
@@ -309,7 +303,7 @@ class BackwardExchange:
             index_dtype = np.dtype(np.int64)
             pairs = zip(self._layout, flags, strict=True)
             self._plan(tuple(each._replace(index_dtype=index_dtype) if flag else each for each, flag in pairs))
-        self._agreed_with = self._admissions
+        self._agreed_with = self.reducer.process_set.admissions
 
 
 def are_replaceable(gradients: Sequence[Any], parameters: Sequence[Any]) -> bool:
