@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median_low
 
 from choros.observe.progress import PARTS, RankProgress
-from choros.wording import number_text, percent_text
+from choros.wording import number_text, percent_text, seconds_text
 
 #: What a job's time is spent on, in words; steps are what it is for, and what is left is the rest.
 GOODPUT = {
@@ -278,7 +278,8 @@ def goodput_text(goodput: Mapping[str, float]) -> str:
     steps, rest = shares.pop("steps"), 1 - sum(shares.values())
     shares["the rest"] = rest - steps
     said = [f"{text} {percent_text(share)}" for text, share in shares.items() if share >= 0.005]
-    return f"goodput {percent_text(steps)} of {goodput['seconds']:.0f} s" + (f": {', '.join(said)}." if said else ".")
+    rest_text = f": {', '.join(said)}." if said else "."
+    return f"goodput {percent_text(steps)} of {seconds_text(goodput['seconds'])}{rest_text}"
 
 
 def last_lines(stragglers: Stragglers, began: float, ended: float, *, verdict: bool) -> list[str]:
