@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import cache, partial
 from types import TracebackType
-from typing import Any, final
+from typing import final
 
 from choros.errors import PeerLostError
 from choros.observe import events
@@ -59,22 +59,14 @@ class Listeners:
         events.emit(events.Kind.SCRIPT_ENDED)
 
 
-@final
-class _OnlyHandler(logging.StreamHandler[Any]):
-    """Shows records on standard error as long as no other handler does: Keras and TensorFlow add one when they log."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See ``logging.Handler``."""
-        if {*_log.handlers, *logging.getLogger().handlers} == {self}:
-            super().emit(record)
-
-
 def show_log(config: Config) -> None:
     """Shows what choros logs on standard error, unless the program has set a level and handlers."""
     if _log.level == logging.NOTSET:
         _log.setLevel(config.log_level)
     if not _log.hasHandlers():
-        handler = _OnlyHandler()
+        handler = logging.StreamHandler()
+        # Not where another handler does, too: Keras and TensorFlow add one when they log.
+        handler.addFilter(lambda _: {*_log.handlers, *logging.getLogger().handlers} == {handler})
         time = "%(asctime)s " if config.log_time else ""
         handler.setFormatter(logging.Formatter(f"{time}%(name)s: %(message)s"))
         _log.addHandler(handler)
