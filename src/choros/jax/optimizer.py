@@ -147,14 +147,13 @@ def join() -> int:
         0
     """
     jax.effects_barrier()
-    active = [each for each in _reductions if each.layout is not None and each.reducer.active]
+    active = [each for each in _reductions if each.layout and each.reducer.active]
     sets = (each.reducer.process_set for each in active)
     process_set = joining.process_set_of(sets, "transformations that distributed() has returned")
     parts: dict[Any, Any] = {}
     for each in active:
-        if each.shards_state:  # a rank without a batch has no state to make the update of its slices with
-            continue
-        parts |= each.reducer.participation(each.layout or ())
+        if not each.shards_state:  # a rank without a batch has no state to make the update of its slices with
+            parts |= each.reducer.participation(each.layout)
     with slices_of_all() if any(each.shards_state for each in active) else nullcontext():
         joining.join(process_set.communicator, parts)
     return process_set.ranks[joining.last_to_join(process_set.communicator)]

@@ -36,7 +36,7 @@ class GradientReduction:
     def __init__(self, reducer: GradientReducer, *, shards_state: bool = False) -> None:
         self.reducer = reducer
         self.shards_state = shards_state
-        self.layout: GradientLayout | None = None
+        self.layout: GradientLayout = ()
 
     def know(self, gradients: Mapping[int, Any]) -> None:
         """Notes the layout of these gradients, or of their parameters."""
@@ -54,7 +54,7 @@ class GradientReduction:
         trained = trained_of(updates)
         if not self.reducer.active or not trained:
             return updates
-        if self.layout is None:  # ``init`` was not called, as the state was read from a file
+        if not self.layout:  # ``init`` was not called, as the state was read from a file
             self.know(trained)
         outputs = [*map(ADAPTER.spec, trained.values()), _FLAG]
         arrays = [_as_count(examples), *trained.values()]
