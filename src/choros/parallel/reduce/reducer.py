@@ -123,7 +123,7 @@ class GradientReducer:
         #: The last step that has begun.
         self._begun = 0
         #: Returns the factor of gradients whose loss was weighted for ranks of which some were lost since.
-        self.correction: Callable[[], float] | None = None
+        self.correction: Callable[[], float] = lambda: 1.0
         self._factor = 1.0
         environment = current()
         self.compare_every, self.divergence = environment.compare_every, environment.divergence
@@ -349,7 +349,7 @@ class GradientReducer:
         return plan
 
     def _correct(self) -> None:
-        self._factor = 1.0 if self.correction is None else self.correction()
+        self._factor = self.correction()
 
     def _counts(self, plan: Plan, request: Request, examples: int) -> list[int]:
         """Agrees on a micro-batch; returns the values of all ranks, from which ``_begin`` learns their examples."""
