@@ -2,15 +2,13 @@
 candidate whose slowest rank was the fastest. A size that the user has given is not changed.
 """
 
-from __future__ import annotations
-
 import csv
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,12 +19,11 @@ from choros.durable import unfinished
 from choros.settings import current
 from choros.wording import bytes_text
 
-if TYPE_CHECKING:
-    from choros.comm.engines.mpi import MpiCommunicator
-
 _log = logging.getLogger("choros")
 
 T = TypeVar("T")
+#: An ``MpiCommunicator``, whose module imports this one: it has a ``tuning``, and can ``tune``.
+Tuned: TypeAlias = Any
 
 #: What Open MPI's TCP does, without "put", whose requests wait on a connection for all data before them: two ranks that
 #: send to each other did it in turn, so that an allreduce took up to twice the time (``benchmarks/forecast``).
@@ -73,7 +70,7 @@ class Tuning:
 Measurement = tuple[Tuning, int, float]
 
 
-def tune(communicator: MpiCommunicator) -> None:
+def tune(communicator: Tuned) -> None:
     """Uses the sizes of the settings, or those that are measured; every rank must call it."""
     config, measurements = current(), list[Measurement]()
     communicator.tune(replace(communicator.tuning, chunk_bytes=chunk_bytes(config.fusion_bytes)))
@@ -90,7 +87,7 @@ def tune(communicator: MpiCommunicator) -> None:
             _log.warning("CHOROS_AUTOTUNE_LOG=%s cannot be written: %s.", config.autotune_log, error.strerror)
 
 
-def autotune(communicator: MpiCommunicator, megabytes: int = 16, *, keep_chunks: bool = False) -> list[Measurement]:
+def autotune(communicator: Tuned, megabytes: int = 16, *, keep_chunks: bool = False) -> list[Measurement]:
     """Measures, and from then on uses, the best sizes for ``communicator``; every rank must call it."""
     large = np.ones(megabytes << 18, np.float32)
     measurements: list[Measurement] = []
@@ -111,7 +108,7 @@ def _write(path: Path, measurements: Sequence[Measurement], chosen: Tuning) -> N
         writer.writerow([*astuple(chosen), "chosen", ""])
 
 
-def _choose(communicator: MpiCommunicator, name: str, sizes: Sequence[int], *arrays: np.ndarray) -> list[Measurement]:
+def _choose(communicator: Tuned, name: str, sizes: Sequence[int], *arrays: np.ndarray) -> list[Measurement]:
     """Measures the ``sizes`` of one ``name``, and uses the best from then on."""
     candidates = [replace(communicator.tuning, **{name: size}) for size in sizes]
     times = np.full((len(candidates), len(arrays)), np.inf)
