@@ -107,7 +107,7 @@ class OptimizerReducer:
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that make updates together."""
-        return self.reducer.config.process_set
+        return self.reducer.process_set
 
     @property
     def active(self) -> bool:
