@@ -132,8 +132,10 @@ def case_a_py_dataset_that_another_fit_has_read_has_that_order_in_a_process_that
     for epochs in (first, second, late):
         if epochs is first:  # what choros.keras.shard returns is given to both
             epochs.begin_fit()
-        epochs.begin_epoch(0, [ShardBatches(0, 1, range(OPEN))])
-        assert rows(epochs.batches(epochs.parts, 0)) == rows(expected[index] for index in range(len(expected)))
+        everything = [ShardBatches(0, 1, range(OPEN))]
+        for _ in range(2):  # before the epoch begins, and in it
+            assert rows(epochs.batches(everything, 0)) == rows(expected[index] for index in range(len(expected)))
+            epochs.begin_epoch(0, everything)
 
 
 def case_epochs_of_steps_are_those_of_a_process_that_has_read_none_before():

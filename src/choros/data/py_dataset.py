@@ -258,13 +258,23 @@ class _PyDatasetEpochs(IndexedData):
         self.seed = [self.seed[0], self._counts[0]]
 
     def begin_epoch(self, epoch: int, parts: Iterable[ShardBatches]) -> None:
-        """Ends the epochs before this one; not at their own end, as their batches may be read again until now."""
+        """Begins the epoch after all before it have ended."""
         super().begin_epoch(epoch, parts)
-        before, ended = self.seed[1] + epoch - self.first, self._counts[1]
-        for _ in range(before - ended):
-            self._inner.on_epoch_end()
-        self._counts[:] = before + 1, max(before, ended)
+        self._counts[0] = self._end_before(epoch) + 1
         self._inner.on_epoch_begin()
+
+    def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
+        """Yields the rows of ``parts``, in the order of the epoch, which may not have begun here yet."""
+        self._end_before(epoch)
+        return super().batches(parts, epoch)
+
+    def _end_before(self, epoch: int) -> int:
+        """Ends the epochs before this one; not at their own end, as their batches may be read again until now."""
+        before = self.seed[1] + epoch - self.first
+        while self._counts[1] < before:
+            self._counts[1] += 1
+            self._inner.on_epoch_end()
+        return before
 
 
 KIND = PyDatasetKind()
