@@ -270,7 +270,7 @@ class _PyDatasetEpochs(IndexedData):
 
     def _end_before(self, epoch: int) -> int:
         """Ends the epochs before this one; not at their own end, as their batches may be read again until now."""
-        before = self.seed[1] + epoch - self.first
+        before: int = self.seed[1] + epoch - self.first
         while self._counts[1] < before:
             self._counts[1] += 1
             self._inner.on_epoch_end()
