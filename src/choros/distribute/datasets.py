@@ -46,7 +46,7 @@ _ADVICE = (
     "Each process takes its part of the same rows, so some would be used twice and others never. Draw the same random "
     "numbers on all processes: call keras.utils.set_random_seed(…) first, pass random_state=… or seed=… to what splits "
     "and shuffles, or create the strategy before the data, which gives all processes the same numbers of random and "
-    "numpy.random."
+    "numpy.random. Files with the same rows must have the same paths."
 )
 
 
