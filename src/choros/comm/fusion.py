@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from choros.comm.reduction import Array, DType, Reduction, wide_dtype, working_o
 Layout = tuple[tuple[tuple[int, ...], DType], ...]
 #: Maps the dtype of an array to the dtype in which it is sent.
 WireDtype = Callable[[DType], DType]
+#: Arrays as an exchange takes them: host arrays, tensors on a device or ``SparseRows``.
+Given: TypeAlias = Sequence[Any] | None
 
 #: A smaller chunk is as slow, and may not hold an item.
 _LEAST_BYTES = 4 << 10
@@ -184,6 +186,56 @@ def views(buffer: FusionBuffer, flat: Array, layout: Layout, results: list[Array
     """Stores views of the arrays in ``flat``, the whole buffer, at their indices in ``results``."""
     for slot in buffer.slots:
         results[slot.index] = flat[slot.start : slot.stop].reshape(layout[slot.index][0])
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Sums arrays of one layout over the ranks of one communicator; created once, used in every step.
+
+    All ranks call ``sum`` within the exclusive section in which they have agreed on the step. It owns the state that it
+    keeps from step to step (buffers, the residual of a compression).
+
+    Attributes:
+        description: how it sums. Ranks compare it before the first byte is sent.
+        sum: ``sum(arrays, before, after, out=None)`` returns the sum over the ranks of ``arrays * before``, times
+            ``after``: arrays of the layout's shapes and dtypes, the same on every rank. ``arrays`` are this rank's,
+            which are not written to; ``None`` for zeros, of a rank that has no gradients. ``before``: its share of the
+            examples; ``after`` is the same on every rank. ``out``: where results may be written, maybe ``arrays``.
+    """
+
+    description: str
+    sum: Callable[..., list[Any]]
+
+
+def fused_exchange(
+    communicator: Members, layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype
+) -> Exchange:
+    """Sums arrays by allreduces, as they are or cast; each is scaled and copied into a message once, and out of it
+    once. In place, it writes a chunk where it has just read it, and it is still in the caches.
+    """
+    buffers = plan_fusion(layout, groups, wire_dtype, communicator.chunk_bytes, communicator.direct_bytes)
+
+    def reduce(arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
+        if out is not None and not all(array.flags.c_contiguous for array in out):
+            out = None
+        flats = None if arrays is None else [array.reshape(-1) for array in arrays]
+
+        def fill(chunk: Chunk, message: Array) -> None:
+            if flats is None:
+                message.fill(0)
+            elif before != 1.0 and message.itemsize < flats[chunk.slices[0].index].itemsize:
+                # Before the cast: values that overflow the narrower dtype may fit after scaling.
+                concatenate_scaled(chunk.parts(flats), message, before)
+            else:
+                pack(flats, chunk, message)
+                scale_into(message, message, before)
+
+        def write(message: Array, target: Array) -> None:
+            scale_into(target, message, after)
+
+        return reduce_buffers(communicator, layout, buffers, Reduction.SUM, fill, write, out)
+
+    return Exchange(", ".join(f"{buffer.wire}[{buffer.size}]" for buffer in buffers), reduce)
 
 
 def concatenate_scaled(parts: Sequence[Array], out: Array, scale: float) -> None:

@@ -93,6 +93,8 @@ def _rows_on_host(indices: Any, values: Any, shape: tuple[int, ...]) -> SparseRo
 
 
 def _joined(arrays: Sequence[Any], layout: GradientLayout, from_rows: Callable[..., Any]) -> list[Any]:
+    if len(arrays) == len(layout):  # all are dense
+        return list(arrays)
     parts = iter(arrays)
     return [from_rows(next(parts), next(parts), each.shape) if each.sparse else next(parts) for each in layout]
 

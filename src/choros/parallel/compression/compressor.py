@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from choros.arrays import adapter_of
 from choros.comm import BFLOAT16, Array, Communicator, DType
-from choros.comm.fusion import Layout
+from choros.comm.fusion import Exchange, Given, Layout, fused_exchange
 from choros.errors import ConfigError
-from choros.parallel.reduce.exchange import Exchange, Given, fused_exchange, only, split_exchange
+from choros.parallel.reduce.exchange import only, split_exchange
 
 Vector = NDArray[np.float32]
 

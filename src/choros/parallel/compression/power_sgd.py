@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Array, Communicator, DType
-from choros.comm.fusion import Layout
+from choros.comm.fusion import Exchange, Given, Layout, fused_exchange
 from choros.errors import ConfigError
 from choros.parallel.compression.compressor import ErrorFeedback, SelectiveCompressor, is_floating, plain_dtype
-from choros.parallel.reduce.exchange import Exchange, Given, fused_exchange
 
 Matrix = NDArray[np.float32]
 

@@ -1,78 +1,15 @@
-"""What the reducer and compressions have in common: an exchange sums arrays over the ranks."""
+"""Exchanges that are no allreduces of host arrays: of tensors on their device, and of several parts."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 from choros.arrays import device_adapter
-from choros.comm import Array, Communicator, DType, Reduction
+from choros.comm import Communicator, DType, Reduction
 from choros.comm.devices import Device
-from choros.comm.fusion import (
-    Chunk,
-    Layout,
-    WireDtype,
-    concatenate_scaled,
-    pack,
-    plan_fusion,
-    reduce_buffers,
-    scale_into,
-)
+from choros.comm.fusion import Exchange, Given, Layout, WireDtype
 from choros.errors import EngineError
 from choros.parallel.structure import with_items
-
-#: Arrays as an exchange takes them: host arrays, tensors on a device or ``SparseRows``.
-Given: TypeAlias = Sequence[Any] | None
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Sums arrays of one layout over the ranks of one communicator; created once, used in every step.
-
-    All ranks call ``sum`` within the exclusive section in which they have agreed on the step. It owns the state that it
-    keeps from step to step (buffers, the residual of a compression).
-
-    Attributes:
-        description: how it sums. Ranks compare it before the first byte is sent.
-        sum: ``sum(arrays, before, after, out=None)`` returns the sum over the ranks of ``arrays * before``, times
-            ``after``: arrays of the layout's shapes and dtypes, the same on every rank. ``arrays`` are this rank's,
-            which are not written to; ``None`` for zeros, of a rank that has no gradients. ``before``: its share of the
-            examples; ``after`` is the same on every rank. ``out``: where results may be written, maybe ``arrays``.
-    """
-
-    description: str
-    sum: Callable[..., list[Any]]
-
-
-def fused_exchange(
-    communicator: Communicator, layout: Layout, groups: Sequence[Sequence[int]], wire_dtype: WireDtype
-) -> Exchange:
-    """Sums arrays by allreduces, as they are or cast; each is scaled and copied into a message once, and out of it
-    once. In place, it writes a chunk where it has just read it, and it is still in the caches.
-    """
-    buffers = plan_fusion(layout, groups, wire_dtype, communicator.chunk_bytes, communicator.direct_bytes)
-
-    def reduce(arrays: Given, before: float, after: float, out: Given = None) -> list[Array]:
-        if out is not None and not all(array.flags.c_contiguous for array in out):
-            out = None
-        flats = None if arrays is None else [array.reshape(-1) for array in arrays]
-
-        def fill(chunk: Chunk, message: Array) -> None:
-            if flats is None:
-                message.fill(0)
-            elif before != 1.0 and message.itemsize < flats[chunk.slices[0].index].itemsize:
-                # Before the cast: values that overflow the narrower dtype may fit after scaling.
-                concatenate_scaled(chunk.parts(flats), message, before)
-            else:
-                pack(flats, chunk, message)
-                scale_into(message, message, before)
-
-        def write(message: Array, target: Array) -> None:
-            scale_into(target, message, after)
-
-        return reduce_buffers(communicator, layout, buffers, Reduction.SUM, fill, write, out)
-
-    return Exchange(", ".join(f"{buffer.wire}[{buffer.size}]" for buffer in buffers), reduce)
 
 
 def device_exchange(

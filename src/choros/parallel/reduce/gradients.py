@@ -27,9 +27,8 @@ import numpy as np
 
 from choros.arrays import adapter_of
 from choros.comm import Array, Communicator, DType
-from choros.comm.fusion import WireDtype, aligned_empty, regrouped, scale_into
+from choros.comm.fusion import Exchange, Given, WireDtype, aligned_empty, regrouped, scale_into
 from choros.comm.reduction import wide_dtype
-from choros.parallel.reduce.exchange import Exchange, Given
 
 #: A host array, a tensor on a device or ``SparseRows``.
 Gradient: TypeAlias = Any

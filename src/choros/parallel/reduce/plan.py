@@ -12,11 +12,12 @@ import numpy as np
 
 from choros.comm import Communicator, ProcessSet, Reduction, Request, global_process_set
 from choros.comm.devices import Device
+from choros.comm.fusion import Exchange
 from choros.errors import ConfigError
 from choros.parallel.compression import Compression, Compressor, check_compressor
 from choros.parallel.compression.compressor import Float16, NoCompression
 from choros.parallel.compression.sliced import Bfloat16
-from choros.parallel.reduce.exchange import Exchange, device_exchange, only, split_exchange
+from choros.parallel.reduce.exchange import device_exchange, only, split_exchange
 from choros.parallel.reduce.gradients import GradientLayout, describe, rows_exchange
 from choros.parallel.reduce.slices import check_slices, own_items_exchange, scatter_exchange
 from choros.settings import VARIABLES, current

@@ -39,10 +39,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from choros.comm import Array, Communicator, ProcessSet, Reduction, Request, global_process_set, has_others
-from choros.comm.fusion import WireDtype, aligned_empty, concatenate_scaled, scale_into
+from choros.comm.fusion import Exchange, Given, WireDtype, aligned_empty, concatenate_scaled, scale_into
 from choros.comm.transfers import gather_shares, scatter_shares
 from choros.errors import ConfigError, PeerLostError
-from choros.parallel.reduce.exchange import Exchange, Given
 from choros.parallel.reduce.gradients import GradientKind, Ranges, SparseRows, describe
 from choros.wording import bytes_text
 
