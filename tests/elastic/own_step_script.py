@@ -34,8 +34,10 @@ class Autoencoder(keras.Sequential):
 
 strategy = dist.MultiWorkerMirroredStrategy() if api == "strategy" else None
 with strategy.scope() if strategy else contextlib.nullcontext():
-    model = Autoencoder([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(4)])
-    optimizer = keras.optimizers.SGD(0.1)
+    layers = [keras.layers.Dense(3, "tanh"), keras.layers.Dense(4)]
+    # Under a strategy the first step builds the model, and the slots of its optimizer.
+    model = Autoencoder(layers if strategy else [keras.Input((4,)), *layers])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.5)
     model.compile(optimizer if strategy else hvd.DistributedOptimizer(optimizer))
 arrays = images if given == "images" else (images, images)
 if strategy:

@@ -9,8 +9,8 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import keras
@@ -395,15 +395,22 @@ def _mesh() -> Any:
     return None if mesh is None or mesh.size == 1 else mesh
 
 
-def _once_read(data: Any, step: ModelStep) -> AbstractContextManager[Any]:
+@contextmanager
+def _once_read(data: Any, step: ModelStep) -> Iterator[None]:
     """TensorFlow operations that wait for a batch: Keras would count an update without one, besides others'."""
     if keras.backend.backend() != "tensorflow" or not step.process_set.communicator.elastic:
-        return nullcontext()
+        yield
+        return
     import tensorflow as tf
 
+    def create_at_once(create: Callable[..., Any], **arguments: Any) -> Any:
+        with tf.control_dependencies(None):  # TensorFlow computes initial values before there is a batch
+            return create(**arguments)
+
     leaves = tf.nest.flatten(data, expand_composites=True)
-    block: AbstractContextManager[Any] = tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)])
-    return block
+    waiting = tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)])
+    with waiting, tf.variable_creator_scope(create_at_once):
+        yield
 
 
 def _of_any_size(data: Any) -> Any:
