@@ -129,6 +129,49 @@ def test_a_step_of_ones_own_gets_what_lost_ranks_have_left_in_the_form_of_all_ba
     assert (first["forms"], first["size"]) == (1, 2)
 
 
+OWN_OPTIMIZER = """
+import json, os, keras, numpy as np, torch
+import choros, choros.distribute as dist
+
+class Model(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+
+    def compile(self, own):
+        super().compile()  # with an optimizer that never trains, as in Keras' examples of GANs
+        self.own = own
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        self.zero_grad()
+        loss = self(data[0]).sum()
+        loss.backward()
+        with torch.no_grad():
+            self.own.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
+        return {"loss": loss}
+
+class Kill(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 3 and choros.rank() == 1 and choros.size() == 3:
+            os.kill(os.getpid(), 9)
+
+with dist.MultiWorkerMirroredStrategy().scope():
+    model = Model()
+    model.compile(keras.optimizers.SGD(1.0))
+model.fit(np.eye(41), np.zeros((41, 1)), batch_size=8, epochs=1, verbose=0, callbacks=[Kill()])
+print(json.dumps(np.unique(model.get_weights()[0]).tolist()), flush=True)
+"""
+
+
+def test_steps_are_those_of_the_optimizer_that_trains():
+    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0, "--no-prefix-output")
+    ended = run(*flags, sys.executable, "-c", OWN_OPTIMIZER, env={"KERAS_BACKEND": "torch"})
+    assert (ended.code, ended.out.splitlines()) == (0, ["[-1.0]"] * 2), ended.err
+
+
 @pytest.mark.parametrize(
     ("framework", "api"),
     [

@@ -121,8 +121,10 @@ class Steps:
 
     @property
     def batches(self) -> int:
-        """The number of batches on which all ranks have trained together."""
-        return next((reducer.reducer.batches for reducer in self._reducers), 0)
+        """The number of batches on which all ranks have trained together: those of the first optimizer that trains,
+        since ``compile()`` gives a model whose own step uses others one that does not.
+        """
+        return next((batches for reducer in self._reducers if (batches := reducer.reducer.batches)), 0)
 
     @property
     def accumulated(self) -> int:
