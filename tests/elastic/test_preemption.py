@@ -325,3 +325,34 @@ def test_a_loop_with_a_state_goes_on_after_the_last_commit(step, tmp_path):
     commits = ("--commit-dir", tmp_path)
     assert loop(f"1@{step}=SIGTERM!", "run", 3, 75, commits) == []
     assert [(report["size"], report["wrong"]) for report in loop("", "run", 2, 0, commits)] == [(2, {})] * 2
+
+
+ASKED_BETWEEN_TWO_STEPS = """
+import os, signal, sys, time, keras, numpy as np
+import choros, choros.distribute as dist
+from choros.comm import global_process_set
+
+sys.path.insert(0, sys.argv[1])
+from faults import process_above
+
+class End(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):  # reads no weight, as most callbacks
+        if batch == 3 and choros.rank() == 0:
+            os.kill(process_above("chorosrun"), signal.SIGTERM)
+            while not global_process_set.communicator.notice:
+                time.sleep(0.01)
+
+with dist.MultiWorkerMirroredStrategy().scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(np.ones((64, 4)), np.ones((64, 1)), batch_size=8, epochs=2, verbose=0, callbacks=[End()])
+"""
+
+
+def test_a_job_ends_between_two_steps_on_jax_where_the_model_lacks_its_weights(tmp_path):
+    flags = ("-np", 2, "--min-np", 1, "--commit-dir", tmp_path)
+    ended = run(
+        *flags, sys.executable, "-c", ASKED_BETWEEN_TWO_STEPS, Path(__file__).parent, env={"KERAS_BACKEND": "jax"}
+    )
+    assert ended.code == 75, ended.err
+    assert list(tmp_path.rglob("commit-*"))

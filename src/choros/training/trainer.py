@@ -34,6 +34,7 @@ from choros.training.keras_internals.fit import (
     epochs_of_any_length,
     finish_step,
     first_epoch_without_batches,
+    sync_jax_state,
 )
 from choros.training.keras_internals.models import (
     apply_count,
@@ -238,6 +239,7 @@ class Steps:
         if self.train_together and not self.is_spmd:
             for optimizer in self.optimizers:
                 distributed_optimizer.reduce_early(optimizer)
+            sync_jax_state(self._model)  # between two steps the model may lack its weights
             _compare(self._model, self._reducers, self.batches)
             # Ranks with fewer batches have drawn fewer numbers; all go on in the same place, that of a commit.
             if seeds := [each.state for each in seed_generators_of(self._model)]:
