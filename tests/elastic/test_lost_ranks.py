@@ -170,6 +170,16 @@ def test_steps_are_those_of_the_optimizer_that_trains():
     flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0, "--no-prefix-output")
     ended = run(*flags, sys.executable, "-c", OWN_OPTIMIZER, env={"KERAS_BACKEND": "torch"})
     assert (ended.code, ended.out.splitlines()) == (0, ["[-1.0]"] * 2), ended.err
+    assert "several times" not in ended.err
+
+
+def test_an_optimizer_that_a_step_applies_several_times_is_warned_of():
+    apply = "self.own.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)"
+    script = OWN_OPTIMIZER.replace(apply, f"{apply}; {apply}").replace("batch == 3", "False")
+    flags = ("-np", 2, "--min-np", 1, "--no-prefix-output")
+    ended = run(*flags, sys.executable, "-c", script, env={"KERAS_BACKEND": "torch"})
+    assert (ended.code, ended.out.splitlines()) == (0, ["[-2.0]"] * 2), ended.err
+    assert ended.err.count("the training step applies one optimizer several times") == 1, ended.err
 
 
 @pytest.mark.parametrize(

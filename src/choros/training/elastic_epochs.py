@@ -10,6 +10,7 @@
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, final
@@ -34,6 +35,10 @@ _NOT_DISTRIBUTED = (
     "no optimizer of the model is distributed, as with LocalSGDCallback and DiLoCoCallback, so that ranks do not count "
     "each other's steps, and a lost rank's rows are left out in this epoch and in those that follow."
 )
+_SEVERAL = (
+    "the training step applies one optimizer several times, each of which is counted as a step: if a rank is lost, not "
+    "every example of the epoch is used exactly once."
+)
 
 
 @final
@@ -46,14 +51,19 @@ class ElasticEpochs:
     admit: Callable[[int], bool] | None = None
     is_late = False
 
-    def __init__(self, data: EpochData, steps: Any, class_weight: Mapping[int, float] | None = None) -> None:
-        """``steps``: the model's ``trainer.Steps``."""
+    def __init__(
+        self, data: EpochData, steps: Any, class_weight: Mapping[int, float] | None = None, per_call: int = 1
+    ) -> None:
+        """``steps``: the model's ``trainer.Steps``, of which it makes ``per_call`` at once."""
         data.begin_fit()
         self.data = data
         self._steps = steps
         self._class_weight = class_weight
         self._ledger: Ledger | None = None
         self._counted = self._committed = 0
+        self._per_call: float = per_call
+        #: The number of batches before this rank's last one of the epoch, if it has trained on one.
+        self._before: int | None = None
         self._resumed: Ledger | None = None
         self._order: int | None = None
         self._commit_steps = current().commit_steps
@@ -93,7 +103,7 @@ class ElasticEpochs:
 
     def begin(self, epoch: int) -> None:
         """Shards an epoch over the ranks, before Keras reads it."""
-        self.ledger = None
+        self.ledger = self._before = None
         communicator = global_process_set.communicator
         if not self._has_come:  # the others are here; else one that saves alone is to come before rows are shared out
             communicator.barrier(name="begin of an epoch")
@@ -157,6 +167,7 @@ class ElasticEpochs:
 
     def between_steps(self) -> None:
         """All call it after each step: ends rank or job if asked, takes new ranks in, but not between micro-batches."""
+        self._check_count()
         if self._steps.accumulated:
             return
         self._steps.cut_anew()
@@ -178,6 +189,13 @@ class ElasticEpochs:
         if ledger is not None and ledger.steps - self._committed >= self._commit_steps:
             self._committed = ledger.steps
             self.commit()
+
+    def _check_count(self) -> None:
+        before, self._before = self._before, self._steps.batches
+        if before is not None and self._before - before > self._per_call:
+            self._per_call = math.inf  # once
+            if global_process_set.rank() == 0:
+                _log.warning(_SEVERAL)
 
     def _commit_after_loss(self) -> None:
         if self.commit is None or global_process_set.communicator.size >= current().min_np:
@@ -203,6 +221,7 @@ class ElasticEpochs:
         communicator = global_process_set.communicator
         while True:
             self._steps.end_batches()
+            self._before = None
             self._steps.cut_anew()
             self._end_if_asked()
             ledger = self.ledger

@@ -200,7 +200,7 @@ class Steps:
         self, data: EpochData, class_weight: Mapping[int, float] | None = None, *, admits: bool = True
     ) -> Iterator[None]:
         """A context of ``fit``, with its arguments, in a job that ranks leave and, if it ``admits``, join."""
-        epochs = self.epochs = ElasticEpochs(data, self, class_weight)
+        epochs = self.epochs = ElasticEpochs(data, self, class_weight, self._model.steps_per_execution)
         try:
             with (
                 epochs.following(),
