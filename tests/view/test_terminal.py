@@ -2,10 +2,12 @@
 
 import json
 import os
+import pty
 import shlex
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import psutil
@@ -135,6 +137,24 @@ def test_top_leaves_the_job_alone(script):
         ended = job.end()
         assert (ended.code, ended.out.count("ended well")) == (0, 2)
     job.assert_nothing_left()
+
+
+def test_top_ends_when_its_terminal_is_gone(script):
+    with Running("-np", 2, sys.executable, script, cwd=script.parent) as job:
+        job.wait_for(2, "ready")
+        terminal, of_top = pty.openpty()
+        termios.tcsetwinsize(terminal, (40, 120))
+        # In a session of its own it gets no signal; where it does, another one may come before it has ended.
+        arguments = {"start_new_session": True, "env": {**os.environ, "TERM": "xterm-256color"}}
+        top = subprocess.Popen([*TOP, str(job.process.pid)], stdin=of_top, stdout=of_top, stderr=of_top, **arguments)
+        os.close(of_top)
+        shown = b""
+        while b"rank host" not in shown:
+            shown += os.read(terminal, 1 << 16)
+        os.close(terminal)
+        assert top.wait(60) == 0
+        (script.parent / "end").touch()
+        assert job.end().code == 0
 
 
 def test_through_a_pipe_the_output_is_lines(script):
