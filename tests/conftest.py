@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import mpi4py
 import pytest
 from _pytest.runner import runtestprotocol
 
@@ -27,6 +28,9 @@ from warm.servers import open_directory
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A script that starts pytest in the background has it ignored, and so would everything that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Modules of the mpi engine are imported here in any order; MPI, begun in this process, would leave its shared memory.
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
 
 HIDDEN_MODULES = str(Path(__file__).parent / "hidden")
 if HIDDEN_MODULES in sys.path:  # a worker of pytest-xdist is itself started by pytest
