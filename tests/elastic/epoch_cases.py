@@ -73,6 +73,8 @@ def check(create: Callable[[], EpochData], *, shuffled: bool = False) -> None:
 def case_arrays():
     check(lambda: epochs_of((X, X), sharding(batch_size=BATCH)))
     check(lambda: epochs_of((X, X), sharding(batch_size=BATCH, shuffle=True, seed=3)), shuffled=True)
+    with pytest.raises(ConfigError, match=r"lengths \[\(3,\), \(22,\)\]: expected arrays of one length"):
+        epochs_of((X, X[:3]), sharding(batch_size=BATCH))
 
 
 def case_arrays_have_the_order_that_they_have_without_elastic_training():

@@ -22,17 +22,11 @@ class ArrayKind(DataKind):
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         """Returns rows of the arrays; with a batch size a ``PyDataset``."""
-        lengths = {np.shape(leaf)[:1] for leaf in leaves(data)}
-        if len(lengths) != 1 or lengths == {()}:
-            raise ConfigError(
-                f"shard() got a {type(data).__name__} of arrays with the lengths {sorted(lengths)}. It takes arrays "
-                "of one length, and tf.data, PyDataset, DataLoader and Grain data sets."
-            )
+        number = _length(data)
         if sharding.batch_size is None:
             if sharding.shuffle:
                 raise ConfigError("shuffle=True needs batch_size; without it the rows are sharded in their order.")
-            ((n,),) = lengths
-            return cut(data, *sharding.part.range(n))
+            return cut(data, *sharding.part.range(number))
         from choros.data.py_dataset import PartsDataset, array_epochs
 
         return PartsDataset(array_epochs(data, sharding.batch_size, sharding))
@@ -41,6 +35,7 @@ class ArrayKind(DataKind):
         """Returns the epochs of arrays in batches; iterables of batches can be read only once."""
         if sharding.batch_size is None:
             return super().epochs(data, sharding)
+        _length(data)
         from choros.data.py_dataset import array_epochs
 
         return array_epochs(data, sharding.batch_size, sharding)
@@ -58,6 +53,18 @@ class ArrayKind(DataKind):
                 "DataLoader, Grain data sets and iterables of batches; split arrays into batches first."
             )
         return super().local_batches(data, part)
+
+
+def _length(data: Any) -> int:
+    """The number of rows that all arrays have."""
+    lengths = {np.shape(leaf)[:1] for leaf in leaves(data)}
+    if len(lengths) != 1 or lengths == {()}:
+        raise ConfigError(
+            f"got a {type(data).__name__} of arrays with the lengths {sorted(lengths)}: expected arrays of one length, "
+            "or a tf.data, PyDataset, DataLoader or Grain data set."
+        )
+    ((number,),) = lengths
+    return int(number)
 
 
 KIND = ArrayKind()
