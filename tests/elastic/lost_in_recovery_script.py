@@ -2,6 +2,7 @@
 the first, the second or the third. All others have taken part in agreeing on it by then, and wait for rank 1.
 """
 
+import atexit
 import ctypes
 import os
 import signal
@@ -13,6 +14,8 @@ from mpi4py import MPI
 import choros
 from choros.comm import Reduction, global_process_set
 
+# mpi4py, which is imported before choros, would end MPI after this if it had not ended, and wait for the lost ranks.
+atexit.register(lambda: print(f"rank {number}: MPI has ended: {MPI.Is_finalized()}", flush=True))
 choros.init()
 communicator, ones = global_process_set.communicator, np.ones(300_000, np.float32)
 number, nth = communicator.rank, int(sys.argv[1])

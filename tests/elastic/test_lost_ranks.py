@@ -369,7 +369,8 @@ def test_a_rank_is_lost_in_the_recovery_from_another_loss(nth):
     flags = ("-np", 4, "--min-np", 1, "--reset-limit", 0)
     ended = run(*flags, sys.executable, HERE / "lost_in_recovery_script.py", nth)
     assert ended.code == 0, ended.err
-    assert sorted(ended.out.splitlines()) == [f"[{rank}] rank {rank}: (0, 2) left, 2.0" for rank in (0, 2)], ended.err
+    said = [f"[{rank}] rank {rank}: {each}" for rank in (0, 2) for each in ("(0, 2) left, 2.0", "MPI has ended: True")]
+    assert sorted(ended.out.splitlines()) == said, ended.err
 
 
 @pytest.mark.parametrize("victim", ["new", "2"])

@@ -49,6 +49,7 @@ from choros.comm.engines.mpi_survivors import (
     allreduced,
     common_bits,
     is_loss,
+    leave_unfinalized,
     revoke,
     see_off,
     shrunk,
@@ -131,8 +132,7 @@ class MpiCommunicator(Communicator):
 
     def _use(self, comms: _Comms) -> None:
         self._comms, self._comm, self.launched = comms, comms.world, comms.launched
-        self._table = np.empty((comms.world.Get_size(), 2), np.int64)
-        hosts = HostRanks.of(comms.leaders)
+        self._table, hosts = np.empty((comms.world.Get_size(), 2), np.int64), HostRanks.of(comms.leaders)
         self._window = None
         if hosts.shared:
             between = partial(_flat_allreduce, comms.owners) if comms.owners is not None else None
@@ -394,12 +394,11 @@ def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None)
 def _connected(world: MPI.Intracomm) -> MpiCommunicator:
     """The communicator of all ranks of ``world``, which must not lose one before they have it."""
     # Polls first: the next collective spins, which would cost a core per rank while another one still imports.
-    gone = _meet(world, leaves=False)
+    gone, size = _meet(world, leaves=False), world.Get_size()
     if _job.world is not MPI.COMM_WORLD:
         raise MemberLost("a rank was lost before all had called init().")
     if gone:
-        ranks = ranks_text(gone, None)
-        raise EngineError(f"init() was called again, but {ranks} of {world.Get_size()} ended after shutdown().")
+        raise EngineError(f"init() was called again, but {ranks_text(gone, None)} of {size} ended after shutdown().")
     with _translated("MPI_Comm_dup"):
         return MpiCommunicator(world.Dup())
 
@@ -436,7 +435,8 @@ def finalize() -> None:
     """Ends MPI, once, with the process. Ranks first meet and wait politely, as ``MPI_Finalize`` waits in C."""
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return
-    if MPI.Comm.Get_parent() != MPI.COMM_NULL and _job.communicator is None:  # it was never taken in
+    if MPI.Comm.Get_parent() != MPI.COMM_NULL and _job.communicator is None:
+        leave_unfinalized()  # it was never taken in
         return
     if _job.admissions is not None:
         _job.admissions.end()

@@ -11,6 +11,7 @@ started with ``--with-ft ulfm``::
 """
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
@@ -24,6 +25,8 @@ from choros.comm.waiting import Awaited, wait_until
 
 T = TypeVar("T")
 
+#: In Open MPI's ``mpiruntime.h``: OMPI_MPI_STATE_FINALIZE_COMPLETED.
+_FINALIZED = 5
 _LOST = frozenset({MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED})
 
 
@@ -99,6 +102,15 @@ def see_off(comm: MPI.Intracomm) -> None:
         farewell = comm.Ibarrier()
         while not farewell.Test() and time.monotonic() < end:
             time.sleep(durations.FAREWELL_LOOK)
+    leave_unfinalized()
+
+
+def leave_unfinalized() -> None:
+    """Keeps mpi4py from ``MPI_Finalize``, which may wait for lost ranks for ever, as the process ends. It calls that
+    if the program has imported it before choros.
+    """
+    with contextlib.suppress(ValueError):  # this MPI has no such variable
+        ctypes.c_int.in_dll(ctypes.CDLL(MPI.__file__), "ompi_mpi_state").value = _FINALIZED
 
 
 def why_not_to_go_on(hosts: Sequence[Hashable], left: Collection[int], least: int) -> str:
