@@ -1,9 +1,7 @@
 """The view on a terminal, by Textual: polls the record, and shows it. All else is pure."""
 
 import asyncio
-import os
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -76,7 +74,6 @@ class TopApp(App[None]):
         ends = {signal.SIGTERM: self.exit, signal.SIGHUP: self.exit, signal.SIGINT: self.action_leave}
         for number, end in ends.items():
             asyncio.get_running_loop().add_signal_handler(number, end)
-        threading.Thread(target=_end_without_terminal, daemon=True).start()
         self.query_one("#log").anchor()  # follows the end, until the user scrolls
         self.set_interval(durations.VIEW_LOOK, self.poll)
         await self.poll()
@@ -123,13 +120,6 @@ class TopApp(App[None]):
             self._texts[name] = text
             lines = -1 if shown is None else shown.plain.count("\n")
             self.query_one(name, Static).update(text, layout=text.plain.count("\n") != lines)
-
-
-def _end_without_terminal() -> None:
-    """Ends the process once its terminal is gone, to which Textual waits for ever to write."""
-    while os.isatty(0):
-        time.sleep(durations.VIEW_LOOK)
-    os._exit(0)
 
 
 def head_text(view: JobView, width: int, *, high: bool, problem: str = "") -> Text:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -48,5 +49,13 @@ def top(job: int | None, *, once: bool, as_json: bool, of_chorosrun: bool) -> No
 
         for name in ("COLUMNS", "LINES"):  # Textual would believe them, also when the terminal's size changes
             os.environ.pop(name, None)
+        threading.Thread(target=_end_without_terminal, daemon=True).start()
         stop = (lambda: os.kill(number, signal.SIGINT)) if of_chorosrun else None
         sys.exit(TopApp(fetch, stop, lambda: of_chorosrun and os.getppid() != number).run())
+
+
+def _end_without_terminal() -> None:
+    """Ends the process once its terminal is gone, to which Textual waits for ever to write."""
+    while os.isatty(0):
+        time.sleep(durations.VIEW_LOOK)
+    os._exit(0)
