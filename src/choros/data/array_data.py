@@ -5,11 +5,9 @@
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, final
 
-import numpy as np
-
 from choros.data.epochs import EpochData
 from choros.data.kinds import DataKind, are_arrays
-from choros.data.rows import Part, Sharding, cut
+from choros.data.rows import Part, Sharding, common_rows, cut
 from choros.errors import ConfigError
 from choros.parallel.structure import leaves
 
@@ -22,11 +20,10 @@ class ArrayKind(DataKind):
 
     def shard(self, data: Any, sharding: Sharding) -> Any:
         """Returns rows of the arrays; with a batch size a ``PyDataset``."""
-        number = _length(data)
         if sharding.batch_size is None:
             if sharding.shuffle:
                 raise ConfigError("shuffle=True needs batch_size; without it the rows are sharded in their order.")
-            return cut(data, *sharding.part.range(number))
+            return cut(data, *sharding.part.range(common_rows(data)))
         from choros.data.py_dataset import PartsDataset, array_epochs
 
         return PartsDataset(array_epochs(data, sharding.batch_size, sharding))
@@ -35,7 +32,6 @@ class ArrayKind(DataKind):
         """Returns the epochs of arrays in batches; iterables of batches can be read only once."""
         if sharding.batch_size is None:
             return super().epochs(data, sharding)
-        _length(data)
         from choros.data.py_dataset import array_epochs
 
         return array_epochs(data, sharding.batch_size, sharding)
@@ -53,18 +49,6 @@ class ArrayKind(DataKind):
                 "DataLoader, Grain data sets and iterables of batches; split arrays into batches first."
             )
         return super().local_batches(data, part)
-
-
-def _length(data: Any) -> int:
-    """The number of rows that all arrays have."""
-    lengths = {np.shape(leaf)[:1] for leaf in leaves(data)}
-    if len(lengths) != 1 or lengths == {()}:
-        raise ConfigError(
-            f"got a {type(data).__name__} of arrays with the lengths {sorted(lengths)}: expected arrays of one length, "
-            "or a tf.data, PyDataset, DataLoader or Grain data set."
-        )
-    ((number,),) = lengths
-    return int(number)
 
 
 KIND = ArrayKind()

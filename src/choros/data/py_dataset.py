@@ -17,6 +17,7 @@ from choros.data.rows import (
     Part,
     Sharding,
     check_global_batch,
+    common_rows,
     count_rows,
     cut,
     note_rows,
@@ -108,10 +109,10 @@ class PartsDataset(_InOrder):
 
 def array_epochs(data: Any, batch_size: int, sharding: Sharding) -> IndexedData:
     """Returns the epochs of arrays in memory: arrays of one length, or tuples, lists and dicts of them."""
+    n = common_rows(data)
     check_global_batch(batch_size, sharding.part.count)
     # Of pandas' objects, indices are labels.
     data = map_structure(lambda leaf: leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf, data)
-    n = count_rows(data)
     number = -(-n // batch_size)
 
     def rows(part: Part, index: int, epoch: int) -> Any:

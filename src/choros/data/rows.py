@@ -85,6 +85,18 @@ def count_rows(batch: Any) -> int:
     return max(int(each.shape[0]) for each in arrays)
 
 
+def common_rows(arrays: Any) -> int:
+    """The number of rows that all arrays have; a ConfigError if they have different ones."""
+    lengths = {np.shape(leaf)[:1] for leaf in leaves(arrays)}
+    if len(lengths) != 1 or lengths == {()}:
+        raise ConfigError(
+            f"got a {type(arrays).__name__} of arrays with the lengths {sorted(lengths)}: expected arrays of one "
+            "length, or a tf.data, PyDataset, DataLoader or Grain data set."
+        )
+    ((number,),) = lengths
+    return int(number)
+
+
 def note_rows(first: Any, *, may_differ: bool = False) -> None:
     """Notes, before any step and on all processes, whether the arrays of a batch (may) differ in their rows."""
     global _differ

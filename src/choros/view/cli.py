@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -56,6 +57,7 @@ def top(job: int | None, *, once: bool, as_json: bool, of_chorosrun: bool) -> No
 
 def _end_without_terminal() -> None:
     """Ends the process once its terminal is gone, to which Textual waits for ever to write."""
-    while os.isatty(0):
-        time.sleep(durations.VIEW_LOOK)
+    hang_up = select.poll()
+    hang_up.register(0, 0)
+    hang_up.poll()
     os._exit(0)
