@@ -116,7 +116,7 @@ def test_top_leaves_the_job_alone(script):
         top = shlex.join([*TOP, str(job.process.pid)])
         for key in ("q", "C-c"):
             with Terminal(top + AFTER) as terminal:
-                terminal.wait_for("rank host", "▓▓▓▓▓▓▓▓", "] tick")
+                terminal.wait_for("rank host", "input-bound on rank 1", "▓▓▓▓▓▓▓▓", "] tick")
                 terminal.press(key)
                 terminal.wait_for("code=0\nicanon")
                 wait_until_restored(terminal)
