@@ -10,7 +10,6 @@
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, final
@@ -35,9 +34,9 @@ _NOT_DISTRIBUTED = (
     "no optimizer of the model is distributed, as with LocalSGDCallback and DiLoCoCallback, so that ranks do not count "
     "each other's steps, and a lost rank's rows are left out in this epoch and in those that follow."
 )
-_SEVERAL = (
-    "the training step applies one optimizer several times, each of which is counted as a step: if a rank is lost, not "
-    "every example of the epoch is used exactly once."
+_VARIES = (
+    "the training step does not apply its optimizer the same number of times for each batch, by which ranks count "
+    "steps: if a rank is lost, not every example of the epoch is used exactly once."
 )
 
 
@@ -61,9 +60,12 @@ class ElasticEpochs:
         self._class_weight = class_weight
         self._ledger: Ledger | None = None
         self._counted = self._committed = 0
-        self._per_call: float = per_call
-        #: The number of batches before this rank's last one of the epoch, if it has trained on one.
+        self._per_call = per_call
+        #: How often a step applies the optimizer by which steps are counted, such as a WGAN's critic; 0: not known yet.
+        self._applied = 0
+        #: ``Steps.batches`` before this rank's last call of the epoch, if there was one.
         self._before: int | None = None
+        self._varies = False
         self._resumed: Ledger | None = None
         self._order: int | None = None
         self._commit_steps = current().commit_steps
@@ -74,10 +76,11 @@ class ElasticEpochs:
     @property
     def ledger(self) -> Ledger | None:
         """That of the current epoch; ``None`` outside of epochs."""
-        batches: int = self._steps.batches
-        if self._ledger is not None and batches > self._counted:
-            self._ledger = self._ledger.stepped(batches - self._counted)
-        self._counted = batches
+        applied = max(1, self._applied)
+        steps = (self._steps.batches - self._counted) // applied
+        if self._ledger is not None and steps > 0:
+            self._ledger = self._ledger.stepped(steps)
+            self._counted += steps * applied
         return self._ledger
 
     @ledger.setter
@@ -130,13 +133,15 @@ class ElasticEpochs:
     def position(self) -> dict[str, Any]:
         """Where the ranks are in the epoch, as plain values for a commit."""
         ledger = self.ledger
-        return {"ledger": None if ledger is None else ledger.to_json(), "seed": self.data.seed, "order": self._order}
+        ledger_json = None if ledger is None else ledger.to_json()
+        return {"ledger": ledger_json, "seed": self.data.seed, "order": self._order, "applied": self._applied}
 
     def resume(self, position: Mapping[str, Any]) -> None:
         """Makes the epoch of a ``position`` go on from there, when it begins, with the ranks that there are now."""
         self.data.seed = position["seed"]
         self._resumed = None if position["ledger"] is None else Ledger.from_json(position["ledger"])
         self._order = position["order"]
+        self._applied = position.get("applied", 0)  # earlier commits have none
 
     def take_over(self, position: Mapping[str, Any]) -> None:
         """Makes a ``position`` of the other ranks that of this rank, which they have taken in."""
@@ -165,14 +170,19 @@ class ElasticEpochs:
                 epoch + 1,
             )
 
+    def begin_call(self) -> None:
+        """All call it before each batch, or before as many as Keras makes steps at once."""
+        self._count_call()
+        self.between_steps()
+
     def between_steps(self) -> None:
         """All call it after each step: ends rank or job if asked, takes new ranks in, but not between micro-batches."""
-        self._check_count()
         if self._steps.accumulated:
             return
         self._steps.cut_anew()
         communicator = global_process_set.communicator
         while communicator.noticed or communicator.is_new:
+            self._before = None  # others may make steps meanwhile
             if self.job_ends:
                 self._steps.end_batches()  # as ranks without batches do, which come back, too
             self._end_if_asked()
@@ -190,12 +200,18 @@ class ElasticEpochs:
             self._committed = ledger.steps
             self.commit()
 
-    def _check_count(self) -> None:
+    def _count_call(self) -> None:
+        """Learns from this rank's last call how often its steps apply the optimizer; it has come to its end."""
         before, self._before = self._before, self._steps.batches
-        if before is not None and self._before - before > self._per_call:
-            self._per_call = math.inf  # once
+        if before is None or self._varies:
+            return
+        applied = self._before - before
+        if not self._applied:
+            self._applied = applied // self._per_call
+        if applied != self._applied * self._per_call:
+            self._varies = True
             if global_process_set.rank() == 0:
-                _log.warning(_SEVERAL)
+                _log.warning(_VARIES)
 
     def _commit_after_loss(self) -> None:
         if self.commit is None or global_process_set.communicator.size >= current().min_np:
@@ -219,9 +235,10 @@ class ElasticEpochs:
     def finish(self, model: Any) -> None:
         """Ends the epoch's batches on all ranks at once, and trains on what lost ranks have left over."""
         communicator = global_process_set.communicator
+        if self._per_call == 1:  # else the last call may have made fewer steps
+            self._count_call()
         while True:
             self._steps.end_batches()
-            self._before = None
             self._steps.cut_anew()
             self._end_if_asked()
             ledger = self.ledger
@@ -257,7 +274,7 @@ class ElasticEpochs:
             self._taken_over = _changed(self._taken_over, change, 0)
         ledger = self.ledger
         if ledger is not None:
-            self.ledger = _changed(ledger, change, self._steps.accumulated)
+            self._ledger = _changed(ledger, change, self._steps.accumulated)  # the setter would forget part of a step
 
 
 def _changed(ledger: Ledger, change: Change, accumulated: int) -> Ledger:

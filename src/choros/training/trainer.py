@@ -122,10 +122,10 @@ class Steps:
 
     @property
     def batches(self) -> int:
-        """The number of batches on which all ranks have trained together: those of the first optimizer that trains,
-        since ``compile()`` gives a model whose own step uses others one that does not.
+        """The number of batches on which all ranks have trained together: those of the optimizer with the most, since
+        ``compile()`` gives a model whose own step uses others one that does not train. A step may have several.
         """
-        return next((batches for reducer in self._reducers if (batches := reducer.reducer.batches)), 0)
+        return max((reducer.reducer.batches for reducer in self._reducers), default=0)
 
     @property
     def accumulated(self) -> int:
@@ -223,7 +223,7 @@ class Steps:
         """Ends this rank before its next batch, if it or the job was asked to end, or takes in a new one."""
         finish_step()
         if self.epochs is not None:
-            self.epochs.between_steps()
+            self.epochs.begin_call()
 
     def end_epoch(self) -> None:
         """Ends the epoch's batches on all ranks at once; what lost ranks have left over is trained on first."""
@@ -231,6 +231,7 @@ class Steps:
         if self.epochs is None:
             self.end_batches()
         else:
+            finish_step()
             self.epochs.finish(self._model)
 
     def end_batches(self) -> None:
