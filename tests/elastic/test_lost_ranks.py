@@ -388,6 +388,20 @@ def test_ranks_that_mpi_keeps_in_an_admission_end(victim):
     assert re.search(r"on \S+ was lost while MPI connected a new one; it is started again", ended.err), ended.err
 
 
+def test_others_do_not_go_on_without_a_rank_whose_script_ends():
+    script = """
+import sys, choros
+from choros.comm import global_process_set
+choros.init()
+if choros.rank() == 1:
+    sys.exit(3)
+global_process_set.communicator.barrier()
+"""
+    ended = run("-np", 3, "--min-np", 2, sys.executable, "-c", script)
+    assert ended.code in (1, 3)  # whichever ends first
+    assert "They go on without one that raises an exception, not without one whose script ends" in ended.err
+
+
 @pytest.mark.parametrize("point", ["_meet", "_Comms.of"])
 def test_a_rank_is_lost_in_init(point):
     script = f"""
