@@ -140,6 +140,15 @@ def case_a_py_dataset_that_another_fit_has_read_has_that_order_in_a_process_that
             epochs.begin_epoch(0, everything)
 
 
+def case_a_py_dataset_has_one_order_where_processes_have_evaluated_it_differently_often():
+    often, late = Batches(shuffle=True), Batches(shuffle=True)
+    for epoch in range(3):
+        epochs_of(often, sharding()).begin_epoch(epoch, ())  # in calls of fit that the other has passed by
+    for inner in (often, late):
+        epochs_of(inner, sharding()).agree(lambda own: max(own, 3))
+    assert often.order.tolist() == late.order.tolist() != Batches().order.tolist()
+
+
 def case_epochs_of_steps_are_those_of_a_process_that_has_read_none_before():
     """In another call of fit, to which a new rank, or a job that is started again, comes."""
 

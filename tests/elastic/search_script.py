@@ -2,6 +2,7 @@
 The new rank comes when the others are in the last, which waits for it, and has their results of the calls before.
 
 Arguments: ``strategy``, ``horovod`` or ``run``; a directory. Prints, as JSON, the results of each call but the last.
+All calls of fit validate with one ``PyDataset``, in a new order each time.
 """
 
 import contextlib
@@ -27,6 +28,28 @@ x = np.random.default_rng(0).normal(size=(48, 4)).astype("float32")
 rates, results = (0.01, 0.02, 0.03), []
 
 
+class HeldOut(keras.utils.PyDataset):
+    order = np.arange(20)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        rows = self.order[index * 10 : index * 10 + 10]
+        return x[rows], rows[:, None].astype("float32")
+
+    def on_epoch_end(self):
+        self.order = np.random.default_rng(self.order).permutation(20)
+
+
+class Labels(keras.metrics.Sum):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(y_true)
+
+
+held_out = HeldOut()
+
+
 class Ends(keras.callbacks.Callback):
     def __init__(self, number):
         super().__init__()
@@ -45,16 +68,19 @@ def fit(number, rate):
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         optimizer = keras.optimizers.SGD(rate)
-        model.compile(optimizer if strategy else hvd.DistributedOptimizer(optimizer), "mse")
-    options = {"epochs": 1000, "verbose": 0, "callbacks": [Ends(number)]}
+        optimizer = optimizer if strategy else hvd.DistributedOptimizer(optimizer)
+        model.compile(optimizer, "mse", metrics=[Labels(name="sum")])
+    validation = held_out if strategy else hvd.shard(held_out)
+    options = {"epochs": 1000, "verbose": 0, "callbacks": [Ends(number)], "validation_data": validation}
     if strategy:
         history = model.fit(x, x[:, :1], batch_size=12, **options)
         evaluated = [model.evaluate(x, x[:, :1], verbose=0), model.predict(x, verbose=0).tolist()]
     else:
         data, evaluated = hvd.shard((x, x[:, :1]), batch_size=12, shuffle=True), []
-        own = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        own = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
         options["callbacks"] = [hvd.callbacks.ElasticCallback(data, own), *own, *options["callbacks"]]
         history = model.fit(data, shuffle=False, **options)
+    assert set(history.history["val_sum"]) == {190}, "not each row was evaluated once"
     return [history.history, history.epoch, *evaluated]
 
 

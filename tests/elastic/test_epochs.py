@@ -10,6 +10,7 @@ ON = {
     "case_a_data_loader_whose_order_may_differ_is_in_doubt": "torch",
     "case_a_generator_is_in_doubt": "torch",
     "case_a_py_dataset": "torch",
+    "case_a_py_dataset_has_one_order_where_processes_have_evaluated_it_differently_often": "torch",
     "case_a_py_dataset_that_another_fit_has_read_has_that_order_in_a_process_that_has_not": "torch",
     "case_a_torch_stream": "torch",
     "case_an_epoch_without_batches_here_is_no_longer_one_for_the_next_fit": "torch",

@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from abc import ABC
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, final
 
@@ -232,6 +232,8 @@ class _PyDatasetPart(_InOrder):
 
 #: The attribute of a data set that says how many epochs have begun, and how many ended, in all calls of ``fit``.
 _EPOCHS = "_choros_epochs"
+#: The attribute that says how often its method for the end of an epoch was called.
+_ENDED = "_choros_ended"
 
 
 @final
@@ -274,8 +276,18 @@ class _PyDatasetEpochs(IndexedData):
         before: int = self.seed[1] + epoch - self.first
         while self._counts[1] < before:
             self._counts[1] += 1
-            self._inner.on_epoch_end()
+            self._end()
         return before
+
+    def agree(self, highest: Callable[[int], int]) -> None:
+        """Calls the method for the end of an epoch as often as others did, in calls that this rank has passed by."""
+        ended = highest(vars(self._inner).get(_ENDED, 0))
+        while vars(self._inner).get(_ENDED, 0) < ended:
+            self._end()
+
+    def _end(self) -> None:
+        vars(self._inner)[_ENDED] = vars(self._inner).get(_ENDED, 0) + 1
+        self._inner.on_epoch_end()
 
 
 KIND = PyDatasetKind()

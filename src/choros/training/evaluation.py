@@ -31,6 +31,7 @@ from choros.training.weighting import current_step
 T = TypeVar("T")
 
 _MEETING = Request("meeting between batches of an evaluation", spec=CollectiveSpec("agreement"))
+_ORDER = Request("order of the data of an evaluation", spec=CollectiveSpec("agreement"))
 _SECOND = 1000
 
 
@@ -69,6 +70,7 @@ class Evaluation:
         self._evaluate: Any = None
         #: The ranks over which the data were sharded, as they were launched; ``None`` if they were not.
         self._ranks: tuple[int, ...] | None = None
+        self._data: EpochData | None = None
         self._batches = self._interval = self._next = 1
         self._since = 0.0
 
@@ -114,12 +116,13 @@ class Evaluation:
             finally:
                 sync_jax_state(self._model)
 
-        outer = self._ranks
+        outer = self._ranks, self._data
+        self._data = data
         try:
             with epochs_of_any_length():
                 return repeated(attempt)
         finally:
-            self._ranks = outer
+            self._ranks, self._data = outer
 
     def forget(self) -> None:
         """Forgets an evaluation that an exception has ended."""
@@ -129,6 +132,9 @@ class Evaluation:
     def begin(self) -> None:
         """Begins the batches: ``evaluate`` then returns, and callbacks get, the metrics of all examples."""
         self._check()
+        communicator = global_process_set.communicator
+        if self._data is not None and communicator.elastic:
+            self._data.agree(lambda own: max(communicator.agree(_ORDER, value=own)))
         self._batches, self._interval, self._next = 0, 1, 1
         self._since = time.monotonic()
         self.is_running, self.results = has_others(global_process_set), None
