@@ -239,6 +239,26 @@ def case_a_commit_of_a_torch_state_is_in_host_memory(monkeypatch):
     assert len(moved) == len(model.state_dict()) + len(slots)
 
 
+def case_a_commit_between_the_backward_passes_of_a_step_of_torch_is_warned_of():
+    import torch
+
+    import choros.torch as hvd
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), backward_passes_per_step=2)
+    state = hvd.elastic.TorchState(model, optimizer)
+    state.sync()
+    for passes in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+        if passes % 2 == 0:
+            with pytest.warns(UserWarning, match="between the backward passes of one step"):
+                state.commit()
+        else:
+            optimizer.step()
+            state.commit()  # a warning would be an error
+        model.zero_grad()
+
+
 def case_a_commit_of_a_torch_state_is_of_all_values_or_none():
     import torch
 

@@ -7,6 +7,7 @@ from ranks.job import Job
 
 ON = {
     "case_a_model_without_variables_is_an_error": "torch",
+    "case_a_commit_between_the_backward_passes_of_a_step_of_torch_is_warned_of": "torch",
     "case_a_commit_has_the_state_of_all_optimizers": "torch",
     "case_an_error_of_the_first_rank_is_raised_on_all": "torch",
     "case_a_commit_of_a_torch_state_is_in_host_memory": "torch",

@@ -15,6 +15,7 @@
     train(hvd.elastic.TorchState(model, optimizer, sampler=hvd.elastic.ElasticSampler(dataset), epoch=0))
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ from choros.errors import HostsUpdatedInterrupt
 from choros.parallel.horovod import HorovodInternalError
 from choros.torch import slice_commits
 from choros.torch.messages import on_host
-from choros.torch.optimizer import abandon_step
+from choros.torch.optimizer import abandon_step, is_amid_update
 from choros.torch.sliced_state import SavedSlices, slices_of
 from choros.torch.state import broadcast_optimizer, broadcast_parameters
 
@@ -44,6 +45,13 @@ __all__ = [
     "run",
     "set_handler_registry",
 ]
+
+
+_AMID = (
+    "this commit is between the backward passes of one step of an optimizer, and lacks their gradients: if training "
+    "goes on from it, what a sampler has recorded of these passes is in no step. Call record_batch() and commit() "
+    "after step()."
+)
 
 
 class _ModuleHandler(StateDictHandler):
@@ -67,6 +75,8 @@ class _OptimizerHandler(StateDictHandler):
         self._saved = state_dict
 
     def save(self) -> None:
+        if is_amid_update(self.value):
+            warnings.warn(_AMID, stacklevel=2)
         slices = slices_of(self.value)
         if slices is None or slices.is_whole:
             super().save()

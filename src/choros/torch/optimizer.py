@@ -133,6 +133,12 @@ def abandon_step(optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
+def is_amid_update(optimizer: Any) -> bool:
+    """Whether ``optimizer``, which may be distributed, has had some of the backward passes of a step, and not all."""
+    exchange = _hook_of(optimizer).exchange if hasattr(optimizer, _ATTRIBUTE) else None
+    return exchange is not None and 0 < exchange.passes < exchange.micro_batches
+
+
 def _hook_of(optimizer: Any) -> GradientHook:
     hook: GradientHook = getattr(optimizer, _ATTRIBUTE)
     return hook
