@@ -1,10 +1,12 @@
-"""Models with a ``train_step`` of their own, and none or another ``call``: what is built before, and what a step gets.
+"""Models with a ``train_step`` of their own, and none or another ``call``: what is built before, and what a step gets;
+and models whose variables become their gradients.
 
 Run by ``test_steps.py`` on two ranks of each framework. The last of three batches has one row: one rank gets none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -340,3 +342,33 @@ def case_a_fixed_number_of_rows():
     model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
     for mine in weights(model):
         np.testing.assert_array_equal(mine, broadcast_object(mine))
+
+
+# ── float8 ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def scales(road: str) -> list[np.ndarray]:
+    """The input's scale and its largest values after four steps, whose gradients Keras assigns to them."""
+    keras.utils.set_random_seed(1)
+    x, y = rows(48) * np.linspace(1, 9, 48, dtype="float32")[::-1, None], rows(48, 1)[:, :1]
+    with strategy().scope() if road == "strategy" else contextlib.nullcontext():
+        model = layers(8, 1, width=FEATURES)
+        for layer in model.layers:
+            layer.quantize("float8")
+        optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
+        model.compile(hvd.DistributedOptimizer(optimizer) if road == "horovod" else optimizer, "mse", jit_compile=JIT)
+    if road == "horovod":
+        start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(hvd.shard((x, y), batch_size=BATCH), shuffle=False, verbose=0, callbacks=[start])
+    else:
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    first = model.layers[0]
+    return [np.array(keras.ops.convert_to_numpy(each)) for each in (first.inputs_scale, first.inputs_amax_history)]
+
+
+def case_scales_of_float8():
+    """They are those of the largest values of all ranks, also of the micro-batches of an update."""
+    expected = of_one_rank(functools.partial(scales, "plain"))
+    for road in ROADS:
+        for mine, alone in zip(scales(road), expected, strict=True):
+            np.testing.assert_allclose(mine, alone, rtol=1e-6, err_msg=road)

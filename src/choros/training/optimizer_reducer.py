@@ -22,6 +22,7 @@ from choros.comm import Array, ProcessSet, Reduction, global_process_set
 from choros.comm.joining import Participation
 from choros.errors import ConfigError
 from choros.parallel.identical import Comparison, check_identical
+from choros.parallel.ops import grouped_allreduce
 from choros.parallel.reduce.gradients import Gradient, GradientKind, GradientLayout, numbered, variables_of
 from choros.parallel.reduce.plan import ReduceConfig
 from choros.parallel.reduce.reducer import GradientReducer
@@ -203,13 +204,17 @@ class OptimizerReducer:
             warn_of_unseen(step)
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
         shared = [index for index in given if not _is_among(variables[index], self.local)] if self.local else given
+        replacing = [index for index in given if getattr(variables[index], "overwrite_with_gradient", False)]
+        local = set(given) - set(shared) - set(replacing)
+        gradients = _with_largest(gradients, [i for i in shared if i in replacing], config.process_set)
+        shared = [index for index in shared if index not in replacing]
         own, trained = [gradients[i] for i in shared], [variables[i] for i in shared]
         layout = numbered(tuple(map(self._layout, own, trained)), trained, self.shared(known))
         reduced = self._reduce(reducer, own, trained, layout, micro_batches, examples)
         # Keras divides by the number of micro-batches, as for reduced gradients.
         factor = 1 if config.average_micro_batches else config.micro_batches
         divisor = config.process_set.communicator.size if self._scale_local else 1
-        for index in set(given) - set(shared):
+        for index in local:
             gradients[index] = scaled(gradients[index], factor / divisor, variables[index])
         gradients = with_items(gradients, shared, reduced)
         return gradients if self.slices is None else self.slices.placed(gradients, variables)
@@ -446,6 +451,16 @@ class OptimizerReducer:
                 pairs = zip(variables, dense, rows, strict=True)
                 sparse += [tuple(of_rows if is_embedding(v) else each for v, each, of_rows in pairs)]
         return self.reducer.participation(tuple(dense), update, sparse, early)
+
+
+def _with_largest(gradients: list[Any], indices: Sequence[int], process_set: ProcessSet) -> list[Any]:
+    """``gradients`` with the largest values of all ranks at the ``indices``: those of float8, whose scales and largest
+    values Keras replaces by their gradients, and of whose micro-batches it takes the largest, too.
+    """
+    if not indices:
+        return gradients
+    own = [keras.ops.stop_gradient(gradients[index]) for index in indices]
+    return with_items(gradients, indices, grouped_allreduce(own, Reduction.MAX, process_set=process_set))
 
 
 def _is_among(variable: Any, variables: Sequence[Any]) -> bool:
