@@ -309,6 +309,27 @@ def case_a_script_of_tensorflow_1() -> None:
     np.testing.assert_allclose(twice, expected, rtol=1e-5)
 
 
+def case_shapes_of_tensorflow_1() -> None:
+    """After ``disable_v2_behavior()`` a shape has objects instead of numbers."""
+
+    def build() -> list[Any]:
+        table, weight = (v1.get_variable(name, initializer=tf.ones([4, 2])) for name in "tw")
+        loss = tf.reduce_sum(tf.nn.embedding_lookup(table, [hvd.rank()]) @ tf.transpose(weight))
+        train = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0)).minimize(loss)
+        mine = hvd.reducescatter(tf.ones([4, 2]), op=hvd.Sum)
+        with tf.control_dependencies([train, mine]):
+            return [weight.read_value(), table.read_value(), tf.identity(mine)]
+
+    v1.disable_v2_tensorshape()
+    try:
+        weight, table, mine = in_graph(build)
+    finally:
+        v1.enable_v2_tensorshape()
+    np.testing.assert_allclose(weight, np.zeros((4, 2)))
+    np.testing.assert_allclose(table[:, 0], [-1, -1, 1, 1])
+    np.testing.assert_allclose(mine, np.full((2, 2), 2.0))
+
+
 def case_optimizers_in_a_loop() -> None:
     x, y = regression()
     own = slice(6 * hvd.rank(), 6 * hvd.rank() + 6)

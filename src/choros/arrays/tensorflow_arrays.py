@@ -65,7 +65,7 @@ class TensorflowArrays(DeviceArrayAdapter):
                 "the number of dimensions of this tensor is not known while the tf.function is traced: set it with "
                 "tensor.set_shape([None, …])."
             )
-        return ArraySpec(tuple(array.shape), np.dtype(array.dtype.as_numpy_dtype))
+        return ArraySpec(tuple(array.shape.as_list()), np.dtype(array.dtype.as_numpy_dtype))
 
     def rows_of(self, array: Any) -> tuple[Any, Any, Any] | None:
         """Of ``tf.IndexedSlices``, whose dense shape may be ``None``."""

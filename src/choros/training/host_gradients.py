@@ -102,7 +102,7 @@ def _joined(arrays: Sequence[Any], layout: GradientLayout, from_rows: Callable[.
 def layout_entry(gradient: Any, variable: Any) -> GradientKind:
     """The entry of a gradient in the layout: its static shape may be unknown, that of the variable is not."""
     rows = keras_arrays().rows_of(gradient)
-    shape = tuple(variable.shape)
+    shape = tuple(map(int, variable.shape))  # of Dimensions, after tf.compat.v1.disable_v2_behavior()
     if rows is None:
         return GradientKind(shape, dtype_of(gradient))
     return GradientKind(shape, dtype_of(rows[1]), index_dtype=dtype_of(rows[0]), repeats=is_embedding(variable))
