@@ -179,6 +179,24 @@ def test_steps_are_those_of_the_optimizer_that_trains(times):
     assert "same number of times" not in ended.err
 
 
+@pytest.mark.parametrize(
+    ("before", "made"),
+    [
+        pytest.param("if int(self.own.iterations) % 2 == 0: self.other", 1, id="seldom"),
+        pytest.param("self.own.apply(*given); self.other", 2, id="once"),
+    ],
+)
+def test_steps_are_counted_by_the_optimizer_that_they_apply_most_often(before, made):
+    """Another one, which comes before it, is applied in every second step, or in each once."""
+    script = OWN_OPTIMIZER.replace("self.own = own", "self.other, self.own = keras.optimizers.SGD(0.0), own")
+    given = APPLY.removeprefix("self.own.apply")
+    each = f"given = {given}\n            {before}.apply(*given)\n            self.own.apply(*given)"
+    flags = ("-np", 3, "--min-np", 2, "--reset-limit", 0, "--no-prefix-output")
+    ended = run(*flags, sys.executable, "-c", script.replace(APPLY, each), env={"KERAS_BACKEND": "torch"})
+    assert (ended.code, ended.out.splitlines()) == (0, [f"[{-made:.1f}]"] * 2), ended.err
+    assert "same number of times" not in ended.err
+
+
 def test_an_optimizer_that_steps_do_not_apply_as_often_is_warned_of():
     twice = f"[{APPLY} for _ in range(1 + (int(self.own.iterations) == 3))]"
     script = OWN_OPTIMIZER.replace(APPLY, twice).replace("batch == 3", "False")
