@@ -20,6 +20,7 @@ import choros
 from choros import distribute, nn
 from choros.errors import ConfigError, StrategyError
 from choros.parallel.objects import allgather_object, broadcast_object
+from choros.training.replaced import replaced
 from ranks.reference import of_one_rank
 
 BACKEND = keras.backend.backend()
@@ -552,6 +553,15 @@ def case_single_batches_equal_one_device():
         np.testing.assert_allclose(ours.test_on_batch(x, y), theirs.test_on_batch(x, y), rtol=1e-4)
         np.testing.assert_allclose(ours.predict_on_batch(x), theirs.predict_on_batch(x), rtol=1e-4, atol=1e-5)
     assert_same_weights(ours, theirs)
+
+
+def case_fit_that_another_library_has_replaced():
+    """It passes on all that it receives, and has not the names of the arguments."""
+    own = keras.Model.fit
+    with replaced(keras.Model, fit=lambda *args, **kwargs: own(*args, **kwargs)), strategy().scope():
+        model = build()
+        history = fit(model, *data(), batch_size=BATCH, validation_data=held_out())
+    check_equals_plain_run(model, history)
 
 
 def case_single_batches_of_several_outputs():

@@ -23,6 +23,7 @@ ON_SOME = {
     "case_callbacks_receive_global_metrics": "jax",
     "case_files_are_written_once_and_training_resumes": "jax",
     "case_saved_models_load_inside_and_outside_of_a_scope": "jax",
+    "case_fit_that_another_library_has_replaced": "torch",
     # The strategies differ in where they keep the optimizer's state; MirroredStrategy runs on all.
     "case_multi_worker_mirrored_equals_one_device": "torch",
     "case_central_storage_equals_one_device": "torch jax",

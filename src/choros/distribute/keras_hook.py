@@ -266,13 +266,15 @@ def _delegating(strategy: Any, model: Any, name: str) -> Any:
     from choros.training.tensorboard import stand_in_for
 
     own = getattr(model, name)
-    home = next(kind for kind in keras.Model.__mro__ if name in vars(kind))
-    of_keras = vars(home)[name]
-    prepares = name != "compile" and getattr(type(model), name) is not of_keras
+    homes = [kind for kind in keras.Model.__mro__ if name in vars(kind)]
+    home, of_keras = homes[0], vars(homes[0])[name]
+    named = next((vars(kind)[name] for kind in homes if _names_arguments(vars(kind)[name])), of_keras).__get__(model)
+    is_own = getattr(type(model), name) is of_keras
+    prepares = name != "compile" and not is_own
 
     def delegate(method: Any, args: Any, kwargs: Any) -> Any:
         with strategy.scope():
-            call = KerasCall(method, args, kwargs)
+            call = KerasCall(method, args, kwargs, named if is_own or prepares else None)
             if (given := call.get("callbacks")) is not None:  # TensorFlow may be missing to write TensorBoard's files
                 call = call.replaced(callbacks=keras.tree.map_structure(stand_in_for, given))
             return getattr(strategy.training, name)(model, call)
@@ -293,6 +295,11 @@ def _delegating(strategy: Any, model: Any, name: str) -> Any:
             return own(*args, **kwargs)
 
     return method
+
+
+def _names_arguments(function: Any) -> bool:
+    """Not what another library has put in the place of Keras' own, and takes all as ``*args``."""
+    return all(each.kind is not each.VAR_POSITIONAL for each in inspect.signature(function).parameters.values())
 
 
 def _checking_scope(own: Any, self: Any, /, *args: Any, **kwargs: Any) -> Any:

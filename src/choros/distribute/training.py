@@ -80,9 +80,11 @@ class KerasCall:
     (32, (2, 32))
     """
 
-    def __init__(self, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self._method = method
-        self.bound = inspect.signature(method).bind(*args, **kwargs)
+    def __init__(
+        self, method: Callable[..., Any], args: Any, kwargs: Any, named: Callable[..., Any] | None = None
+    ) -> None:
+        self._method, self._named = method, named or method  # ``named`` has the names of the arguments
+        self.bound = inspect.signature(self._named).bind(*args, **kwargs)
         self.bound.apply_defaults()
 
     def __getitem__(self, name: str) -> Any:
@@ -94,7 +96,7 @@ class KerasCall:
 
     def replaced(self, **arguments: Any) -> KerasCall:
         """Returns the same call with other ``arguments``."""
-        call = KerasCall(self._method, self.bound.args, self.bound.kwargs)
+        call = KerasCall(self._method, self.bound.args, self.bound.kwargs, self._named)
         call.bound.arguments.update(arguments)
         return call
 
