@@ -21,7 +21,7 @@ from choros.comm.joining import Participation
 from choros.errors import ConfigError, StrategyError
 from choros.parallel.objects import object_of_first
 from choros.parallel.reduce.slices import check_process_set, log_memory
-from choros.training.host_gradients import tensor_of
+from choros.training.host_gradients import is_overwritten, tensor_of
 from choros.training.keras_internals import slice_variables
 from choros.training.keras_internals.models import (
     BaseOptimizer,
@@ -355,7 +355,7 @@ def participation(optimizer: Any) -> Participation:
         return lambda *given: communicator.when_settled(partial(function, *given))
 
     if reducer.state_owner is not None:
-        return reducer.participation(variables, update)
+        return reducer.participation(reducer.shared(variables), update)
     makes_updates = _makes_updates_of_others(optimizer)
     of_others = (when_settled(update), when_settled(partial(_accumulate, optimizer))) if makes_updates else ()
     part = reducer.participation(reducer.shared(variables), *of_others)
@@ -422,7 +422,13 @@ def receive_weights(optimizer: Any) -> tuple[int, ...]:
     if (last := reducer.reducer.last_active(heirs)) is None:
         return ()
     made = (*reducer.reducer.trained, *heirs)
-    if reducer.state_owner is None and reducer.slices is None:
-        shared = reducer.shared(trained_variables(optimizer))
-        broadcast_updates([*shared, *optimizer.variables], process_set.ranks[last], process_set, heirs=made)
+    if reducer.state_owner is None:
+        trained, sums = trained_variables(optimizer), accumulators(optimizer)
+        # Ranks without a batch do not see the largest values of all.
+        overwritten = [index for index, each in enumerate(trained) if is_overwritten(each)]
+        if reducer.slices is None:
+            received = [*reducer.shared(trained), *(trained[index] for index in overwritten), *optimizer.variables]
+        else:
+            received = [each[index] for each in (trained, sums) if each for index in overwritten]
+        broadcast_updates(received, process_set.ranks[last], process_set, heirs=made)
     return made

@@ -113,6 +113,11 @@ def is_embedding(variable: Any) -> bool:
     return bool(getattr(variable, "name", None) == "embeddings")
 
 
+def is_overwritten(variable: Any) -> bool:
+    """Whether Keras replaces ``variable`` by its gradient: the scales and largest values of float8."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
 def scaled(gradient: Any, factor: Any, variable: Any) -> Any:
     """The gradient of ``variable`` times a factor, a number or a tensor of any dtype."""
     adapter = keras_arrays()

@@ -33,6 +33,7 @@ from choros.training.host_gradients import (
     dtype_of,
     host_call,
     is_embedding,
+    is_overwritten,
     keras_arrays,
     layout_entry,
     scaled,
@@ -161,7 +162,7 @@ class OptimizerReducer:
 
     def shared(self, variables: Sequence[Any]) -> Sequence[Any]:
         """The ``variables`` whose gradients are reduced."""
-        return [each for each in variables if not _is_among(each, self.local)] if self.local else variables
+        return [each for each in variables if not (_is_among(each, self.local) or is_overwritten(each))]
 
     def reduce(
         self,
@@ -203,11 +204,10 @@ class OptimizerReducer:
         if step is not None:
             warn_of_unseen(step)
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        shared = [index for index in given if not _is_among(variables[index], self.local)] if self.local else given
-        replacing = [index for index in given if getattr(variables[index], "overwrite_with_gradient", False)]
-        local = set(given) - set(shared) - set(replacing)
-        gradients = _with_largest(gradients, [i for i in shared if i in replacing], config.process_set)
-        shared = [index for index in shared if index not in replacing]
+        local = [index for index in given if _is_among(variables[index], self.local)]
+        largest = [index for index in given if is_overwritten(variables[index]) and index not in local]
+        gradients = _with_largest(gradients, largest, config.process_set)
+        shared = [index for index in given if index not in local and index not in largest]
         own, trained = [gradients[i] for i in shared], [variables[i] for i in shared]
         layout = numbered(tuple(map(self._layout, own, trained)), trained, self.shared(known))
         reduced = self._reduce(reducer, own, trained, layout, micro_batches, examples)
@@ -215,6 +215,8 @@ class OptimizerReducer:
         factor = 1 if config.average_micro_batches else config.micro_batches
         divisor = config.process_set.communicator.size if self._scale_local else 1
         for index in local:
+            if is_overwritten(variables[index]):
+                continue
             gradients[index] = scaled(gradients[index], factor / divisor, variables[index])
         gradients = with_items(gradients, shared, reduced)
         return gradients if self.slices is None else self.slices.placed(gradients, variables)
@@ -454,9 +456,7 @@ class OptimizerReducer:
 
 
 def _with_largest(gradients: list[Any], indices: Sequence[int], process_set: ProcessSet) -> list[Any]:
-    """``gradients`` with the largest values of all ranks at the ``indices``: those of float8, whose scales and largest
-    values Keras replaces by their gradients, and of whose micro-batches it takes the largest, too.
-    """
+    """``gradients`` with the largest values of all ranks at ``indices``; Keras takes those of micro-batches, too."""
     if not indices:
         return gradients
     own = [keras.ops.stop_gradient(gradients[index]) for index in indices]

@@ -18,7 +18,7 @@ from choros.errors import ConfigError
 from choros.parallel.ops import allreduce
 from choros.parallel.reduce.gradients import GradientKind, Ranges
 from choros.parallel.reduce.slices import Holders, even_slices, gather_slices, whole_slices
-from choros.training.host_gradients import dtype_of, is_embedding, keras_arrays, scaled
+from choros.training.host_gradients import dtype_of, is_embedding, is_overwritten, keras_arrays, scaled
 from choros.training.keras_internals import slice_variables
 from choros.training.keras_internals.models import NEED_ALL, NEED_VARIABLES, MultiOptimizer, apply_count, innermost
 
@@ -68,9 +68,7 @@ class Slices:
         self.by_item = works_by_item(optimizer)
         self.is_inside = innermost(optimizer) is not optimizer
         self._indices = {id(variable): index for index, variable in enumerate(variables)}
-        # A scale of float8 becomes its gradient.
-        overwritten = [each for each in variables if getattr(each, "overwrite_with_gradient", False)]
-        alone = {id(each) for each in (*local, *overwritten)}
+        alone = {id(each) for each in (*local, *filter(is_overwritten, variables))}
         shared = [index for index, variable in enumerate(variables) if id(variable) not in alone]
         self.ranges: dict[int, Ranges] = dict(zip(shared, self._divided(shared), strict=True))
         self.own: dict[Piece, Any] = {}
