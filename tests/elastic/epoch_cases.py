@@ -16,6 +16,7 @@ from choros.data.kinds import epochs_of_shard, kind_of
 from choros.data.plan import OPEN, Ledger, ShardBatches
 from choros.data.rows import Part, Sharding
 from choros.errors import ConfigError
+from choros.parallel.objects import allgather_object
 
 N, BATCH = 22, 5
 X = np.arange(N, dtype="float32")[:, None]
@@ -140,13 +141,22 @@ def case_a_py_dataset_that_another_fit_has_read_has_that_order_in_a_process_that
             epochs.begin_epoch(0, everything)
 
 
-def case_a_py_dataset_has_one_order_where_processes_have_evaluated_it_differently_often():
-    often, late = Batches(shuffle=True), Batches(shuffle=True)
-    for epoch in range(3):
-        epochs_of(often, sharding()).begin_epoch(epoch, ())  # in calls of fit that the other has passed by
-    for inner in (often, late):
-        epochs_of(inner, sharding()).agree(lambda own: max(own, 3))
-    assert often.order.tolist() == late.order.tolist() != Batches().order.tolist()
+def case_data_that_the_first_rank_has_read_more_often_have_its_order_on_all():
+    """A new rank has passed by the calls of fit in which the others have read a ``PyDataset``, or drawn numbers."""
+    import torch
+
+    generator, inner = torch.Generator().manual_seed(3), Batches(shuffle=True)
+    loader = torch.utils.data.DataLoader(range(N), batch_size=BATCH, shuffle=True, generator=generator)
+    if hvd.rank() == 0:
+        for epoch in range(3):
+            epochs_of(inner, sharding()).begin_epoch(epoch, ())
+            list(loader)
+    trained, evaluated = epochs_of(loader, sharding()), epochs_of(inner, sharding())
+    trained.begin_fit(), evaluated.agree()
+    batches = trained.batches([ShardBatches(0, 1, range(OPEN))], 0)
+    orders = [[each.tolist() for each in batches], inner.order.tolist()]
+    assert allgather_object(orders) == [orders] * hvd.size()
+    assert orders[1] != Batches().order.tolist()
 
 
 def case_epochs_of_steps_are_those_of_a_process_that_has_read_none_before():

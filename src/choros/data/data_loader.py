@@ -15,6 +15,7 @@ from choros.data.plan import ShardBatches
 from choros.data.rows import Part, Sharding, check_global_batch, checked, count_rows, cut, without_last_empty
 from choros.errors import ConfigError
 from choros.observe.progress import page
+from choros.parallel.objects import object_of_first
 
 
 def time_data_loaders() -> None:
@@ -202,6 +203,12 @@ class _LoaderEpochs(EpochData):
     def _loader(self) -> Any:
         indices = LocalBatches(lambda: self._indices(self.parts, self.epoch), lambda: len(self._sampler))
         return _with_sampler(self._source, indices)
+
+    def begin_fit(self) -> None:
+        """Goes on from the state of the first rank's generator: iterators draw from it, too, and not equally often."""
+        self.seed = object_of_first(lambda: self.seed)
+
+    agree = begin_fit
 
     def batches(self, parts: Iterable[ShardBatches], epoch: int) -> Iterator[Any]:
         """Loads the examples of ``parts``; with workers of its own, as ``data`` may be read meanwhile."""

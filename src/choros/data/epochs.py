@@ -46,12 +46,10 @@ class EpochData(ABC):
         return self._make(self)
 
     def begin_fit(self) -> None:  # noqa: B027  (most data have nothing to do then)
-        """Is called before the epochs of an elastic ``fit``: an earlier one may have read the same data."""
+        """All ranks call it before the epochs of an elastic ``fit``: an earlier one may have read the same data."""
 
-    def agree(self, highest: Callable[[int], int]) -> None:  # noqa: B027
-        """Gives data of an evaluation the order that they have on the ranks that have read them most often; all ranks
-        call it together, once it has begun. ``highest`` returns the largest of the ranks' numbers.
-        """
+    def agree(self) -> None:  # noqa: B027
+        """Gives data of an evaluation, which has begun, the order that they have on the first rank; all call it."""
 
     def begin_epoch(self, epoch: int, parts: Iterable[ShardBatches]) -> None:
         """Sets what the next iteration of ``data`` yields. Keras takes an unknown number of batches, as always with

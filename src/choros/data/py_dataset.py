@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, final
 
@@ -25,6 +25,7 @@ from choros.data.rows import (
     shuffled_batch,
 )
 from choros.errors import ConfigError
+from choros.parallel.objects import object_of_first
 from choros.parallel.structure import leaves, map_structure
 
 
@@ -275,17 +276,17 @@ class _PyDatasetEpochs(IndexedData):
         """Ends the epochs before this one; not at their own end, as their batches may be read again until now."""
         before: int = self.seed[1] + epoch - self.first
         while self._counts[1] < before:
-            self._counts[1] += 1
             self._end()
         return before
 
-    def agree(self, highest: Callable[[int], int]) -> None:
-        """Calls the method for the end of an epoch as often as others did, in calls that this rank has passed by."""
-        ended = highest(vars(self._inner).get(_ENDED, 0))
+    def agree(self) -> None:
+        """Calls the method for the end of an epoch as often as the first rank did, in calls that this one passed by."""
+        ended = object_of_first(lambda: vars(self._inner).get(_ENDED, 0))
         while vars(self._inner).get(_ENDED, 0) < ended:
             self._end()
 
     def _end(self) -> None:
+        self._counts[1] += 1
         vars(self._inner)[_ENDED] = vars(self._inner).get(_ENDED, 0) + 1
         self._inner.on_epoch_end()
 

@@ -31,7 +31,6 @@ from choros.training.weighting import current_step
 T = TypeVar("T")
 
 _MEETING = Request("meeting between batches of an evaluation", spec=CollectiveSpec("agreement"))
-_ORDER = Request("order of the data of an evaluation", spec=CollectiveSpec("agreement"))
 _SECOND = 1000
 
 
@@ -132,9 +131,8 @@ class Evaluation:
     def begin(self) -> None:
         """Begins the batches: ``evaluate`` then returns, and callbacks get, the metrics of all examples."""
         self._check()
-        communicator = global_process_set.communicator
-        if self._data is not None and communicator.elastic:
-            self._data.agree(lambda own: max(communicator.agree(_ORDER, value=own)))
+        if self._data is not None and global_process_set.communicator.elastic:
+            self._data.agree()
         self._batches, self._interval, self._next = 0, 1, 1
         self._since = time.monotonic()
         self.is_running, self.results = has_others(global_process_set), None
