@@ -374,12 +374,12 @@ def tf_data():
     return tf.data.Dataset.from_tensor_slices(data()).batch(BATCH)
 
 
-def data_loader():
+def data_loader(**how):
     import torch
 
     x, y = data()
     return torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=BATCH
+        torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=BATCH, **how
     )
 
 
@@ -411,6 +411,18 @@ def case_batches_of_tf_data():
 
 def case_batches_of_a_data_loader():
     check_data(data_loader)
+
+
+def case_batches_of_a_data_loader_that_shuffles_by_a_generator():
+    """From which iterators draw, too: Keras begins fewer where a replica has no row of the last batch."""
+    import torch
+
+    ours, theirs = both()
+    for model in (ours, theirs):
+        loader = data_loader(shuffle=True, generator=torch.Generator().manual_seed(1))
+        fit(model, loader, epochs=2, validation_data=loader)
+        fit(model, loader, epochs=2)
+    assert_same_weights(ours, theirs)
 
 
 def case_data_sets_with_fewer_rows_than_replicas():

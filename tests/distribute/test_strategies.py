@@ -16,6 +16,7 @@ ON_SOME = {
     "case_shuffled_epochs_see_every_example_once": "torch",
     "case_batches_of_tf_data": "tensorflow",
     "case_batches_of_a_data_loader": "torch",
+    "case_batches_of_a_data_loader_that_shuffles_by_a_generator": "torch",
     "case_batches_of_a_generator": "torch",
     "case_batches_of_a_py_dataset_are_shuffled": "torch",
     "case_predictions_of_batches_of_one_row": "torch",

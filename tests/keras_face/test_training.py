@@ -11,6 +11,7 @@ ON_SOME = {
     "case_a_normalization_that_one_rank_has_adapted": "tensorflow jax",  # PyTorch's ranks have no TensorFlow for it
     "case_shard_of_a_torch_data_loader": "torch",
     "case_shard_of_a_shuffled_torch_data_loader_sees_each_example_once": "torch",
+    "case_shards_of_torch_data_loaders_that_shuffle_go_on_in_one_order": "torch",
     "case_shard_of_a_torch_stream": "torch",
     "case_shard_of_grain": "torch",
     "case_shard_shuffles_identically_on_all_ranks": "torch",

@@ -361,6 +361,21 @@ def case_shard_of_a_shuffled_torch_data_loader_sees_each_example_once():
         assert sorted(seen.tolist()) == list(range(UNEVEN))
 
 
+def case_shards_of_torch_data_loaders_that_shuffle_go_on_in_one_order():
+    import torch
+
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    # Of the last batch the second rank has no row.
+    tensors = torch.utils.data.TensorDataset(*(torch.from_numpy(part) for part in data(2 * BATCH + 1)))
+    trained, held_out = (
+        hvd.shard(torch.utils.data.DataLoader(tensors, BATCH, shuffle=True, generator=each)) for each in generators
+    )
+    fit(build(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))), trained, validation_data=held_out)
+    for each in generators:
+        state = each.get_state().numpy()
+        np.testing.assert_array_equal(state, hvd.broadcast_object(state))
+
+
 def case_shard_of_a_torch_stream():
     import torch
 

@@ -1,5 +1,6 @@
 """Batches of a torch ``DataLoader``; a process loads only its own examples. The module imports torch: on demand."""
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -130,6 +131,24 @@ def _read(loader: Any, epoch: int) -> Any:
     return loader
 
 
+#: Those from which the orders of shards are drawn.
+_generators: list[weakref.ref[torch.Generator]] = []
+
+
+def generator_states() -> list[Any]:
+    """The states of the generators from which the orders of shards are drawn; ``None`` of one that has gone."""
+    generators = [reference() for reference in _generators]
+    return [None if each is None else each.get_state().numpy() for each in generators]
+
+
+def set_generator_states(states: Iterable[Any]) -> None:
+    """Gives them the ``states`` of another rank's."""
+    for reference, state in zip(_generators, states, strict=False):
+        generator = reference()
+        if generator is not None and state is not None:
+            generator.set_state(torch.tensor(state))
+
+
 def _with_sampler(loader: Any, sampler: Any) -> Any:
     shared = {
         name: getattr(loader, name)
@@ -147,6 +166,9 @@ def _sampler_part(
     and a batch without any yields its first example, as an empty list cannot be collated.
     """
     sampler = _global_sampler(loader, batch_size, seed)
+    for generator in (loader.generator, getattr(loader.sampler, "generator", None)):
+        if generator is not None and all(reference() is not generator for reference in _generators):
+            _generators.append(weakref.ref(generator))
 
     def batches() -> Iterator[list[int]]:
         if rows is not None:

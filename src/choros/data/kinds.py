@@ -7,9 +7,13 @@ from functools import reduce
 from importlib import import_module
 from typing import Any, ClassVar, final
 
+from choros.comm import ProcessSet, Request
 from choros.data.epochs import EpochData, FixedData
 from choros.data.rows import Part, Sharding, checked, count_rows, without_last_empty
+from choros.parallel.objects import broadcast_object
 from choros.parallel.structure import leaves
+
+_ORDERS = Request("orders of data")
 
 
 @final
@@ -116,6 +120,18 @@ class DataKind(ABC):
     def sources(self, data: Any) -> Iterable[Any]:
         """Returns ``data`` and all data sets that it is derived from; empty if those are not known."""
         return ()
+
+
+def share_orders(process_set: ProcessSet) -> None:
+    """Gives the generators of the ranks' shards of torch ``DataLoader`` the states that they have on the first rank,
+    which has rows of each batch: with each iterator a number is drawn, and Keras begins fewer on a rank that has none
+    of the last batch. All ranks call it after an epoch, and after an evaluation.
+    """
+    module = sys.modules.get(f"{__package__}.data_loader")
+    states = [] if module is None else module.generator_states()
+    numbers = process_set.communicator.agree(_ORDERS, value=len(states))
+    if module is not None and min(numbers):
+        module.set_generator_states(broadcast_object(states, process_set.ranks[0], process_set=process_set))
 
 
 #: The attribute of a shard that has the data set and the ``Sharding`` which it was made from.

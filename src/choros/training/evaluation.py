@@ -20,7 +20,7 @@ from typing import Any, TypeVar, final
 from choros.comm import Request, global_process_set, has_others, joining
 from choros.comm.request import CollectiveSpec
 from choros.data.epochs import EpochData
-from choros.data.kinds import epochs_behind
+from choros.data.kinds import epochs_behind, share_orders
 from choros.data.plan import OPEN, ShardBatches
 from choros.elastic.preemption import leave_if_asked
 from choros.training.keras_internals.fit import abandon_test, epochs_of_any_length, finish_step, sync_jax_state
@@ -172,6 +172,8 @@ class Evaluation:
         if self.is_running:
             self._join()
             self.is_running = False
+            if not global_process_set.communicator.elastic:
+                share_orders(global_process_set)
         if self.results is None:
             results = global_metrics(self._model)
             self._check()

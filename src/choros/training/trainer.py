@@ -17,6 +17,7 @@ import keras
 
 from choros.comm import ProcessSet, Reduction, global_process_set, has_others, joining, opening
 from choros.data.epochs import EpochData
+from choros.data.kinds import share_orders
 from choros.data.rows import rows_differ
 from choros.errors import ConfigError
 from choros.observe.progress import page
@@ -230,6 +231,8 @@ class Steps:
         self.in_epoch = False
         if self.epochs is None:
             self.end_batches()
+            if self.train_together:
+                share_orders(self.process_set)
         else:
             finish_step()
             self.epochs.finish(self._model)
