@@ -423,12 +423,9 @@ def receive_weights(optimizer: Any) -> tuple[int, ...]:
         return ()
     made = (*reducer.reducer.trained, *heirs)
     if reducer.state_owner is None:
-        trained, sums = trained_variables(optimizer), accumulators(optimizer)
-        # Ranks without a batch do not see the largest values of all.
-        overwritten = [index for index, each in enumerate(trained) if is_overwritten(each)]
+        trained = trained_variables(optimizer)
+        received = list(filter(is_overwritten, trained))  # by the largest values of ranks with a batch
         if reducer.slices is None:
-            received = [*reducer.shared(trained), *(trained[index] for index in overwritten), *optimizer.variables]
-        else:
-            received = [each[index] for each in (trained, sums) if each for index in overwritten]
+            received = [*reducer.shared(trained), *received, *optimizer.variables]
         broadcast_updates(received, process_set.ranks[last], process_set, heirs=made)
     return made

@@ -215,9 +215,8 @@ class OptimizerReducer:
         factor = 1 if config.average_micro_batches else config.micro_batches
         divisor = config.process_set.communicator.size if self._scale_local else 1
         for index in local:
-            if is_overwritten(variables[index]):
-                continue
-            gradients[index] = scaled(gradients[index], factor / divisor, variables[index])
+            if not is_overwritten(variables[index]):
+                gradients[index] = scaled(gradients[index], factor / divisor, variables[index])
         gradients = with_items(gradients, shared, reduced)
         return gradients if self.slices is None else self.slices.placed(gradients, variables)
 
