@@ -129,7 +129,7 @@ def share_orders(process_set: ProcessSet) -> None:
     """
     module = sys.modules.get(f"{__package__}.data_loader")
     states = [] if module is None else module.generator_states()
-    numbers = process_set.communicator.agree(_ORDERS, value=len(states))
+    numbers = process_set.communicator.agree(_ORDERS, value=sum(state is not None for state in states))
     if module is not None and min(numbers):
         module.set_generator_states(broadcast_object(states, process_set.ranks[0], process_set=process_set))
 
