@@ -371,10 +371,18 @@ def case_shards_of_torch_data_loaders_that_shuffle_go_on_in_one_order():
     trained, held_out = (
         hvd.shard(torch.utils.data.DataLoader(tensors, BATCH, shuffle=True, generator=each)) for each in generators
     )
-    fit(build(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))), trained, validation_data=held_out)
-    for each in generators:
-        state = each.get_state().numpy()
-        np.testing.assert_array_equal(state, hvd.broadcast_object(state))
+    drawn: list[np.ndarray] = []
+
+    def note(batch, logs=None):
+        if batch == 0:
+            drawn.append(np.stack([each.get_state().numpy() for each in generators]))
+
+    watch = keras.callbacks.LambdaCallback(on_train_batch_begin=note)
+    watch.on_test_batch_begin = note
+    model = build(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    fit(model, trained, epochs=2, validation_data=held_out, callbacks=callbacks(watch))
+    assert len(drawn) == 4
+    np.testing.assert_array_equal(drawn, hvd.broadcast_object(drawn))
 
 
 def case_shard_of_a_torch_stream():

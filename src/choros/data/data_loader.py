@@ -136,9 +136,11 @@ _generators: list[weakref.ref[torch.Generator]] = []
 
 
 def generator_states() -> list[Any]:
-    """The states of the generators from which the orders of shards are drawn; ``None`` of one that has gone."""
+    """The states of the generators from which the orders of shards are drawn, ``None`` of those that have gone; nothing
+    if all have.
+    """
     generators = [reference() for reference in _generators]
-    return [None if each is None else each.get_state().numpy() for each in generators]
+    return [each and each.get_state().numpy() for each in generators] if any(generators) else []
 
 
 def set_generator_states(states: Iterable[Any]) -> None:

@@ -123,14 +123,14 @@ class DataKind(ABC):
 
 
 def share_orders(process_set: ProcessSet) -> None:
-    """Gives the generators of the ranks' shards of torch ``DataLoader`` the states that they have on the first rank,
-    which has rows of each batch: with each iterator a number is drawn, and Keras begins fewer on a rank that has none
-    of the last batch. All ranks call it after an epoch, and after an evaluation.
+    """Gives the generators of the ranks' shards of torch ``DataLoader`` the states that they have on the first rank.
+    From one, each iterator draws a number, too, and Keras begins fewer of them on a rank that has no row of the last
+    batch. All ranks call it before an epoch, and before an evaluation.
     """
     module = sys.modules.get(f"{__package__}.data_loader")
     states = [] if module is None else module.generator_states()
-    numbers = process_set.communicator.agree(_ORDERS, value=sum(state is not None for state in states))
-    if module is not None and min(numbers):
+    numbers = process_set.communicator.agree(_ORDERS, value=len(states))
+    if module is not None and states and len({*numbers}) == 1:
         module.set_generator_states(broadcast_object(states, process_set.ranks[0], process_set=process_set))
 
 

@@ -131,7 +131,10 @@ class Evaluation:
     def begin(self) -> None:
         """Begins the batches: ``evaluate`` then returns, and callbacks get, the metrics of all examples."""
         self._check()
-        if self._data is not None and global_process_set.communicator.elastic:
+        if not global_process_set.communicator.elastic:
+            if has_others(global_process_set):
+                share_orders(global_process_set)
+        elif self._data is not None:
             self._data.agree()
         self._batches, self._interval, self._next = 0, 1, 1
         self._since = time.monotonic()
@@ -172,8 +175,6 @@ class Evaluation:
         if self.is_running:
             self._join()
             self.is_running = False
-            if not global_process_set.communicator.elastic:
-                share_orders(global_process_set)
         if self.results is None:
             results = global_metrics(self._model)
             self._check()

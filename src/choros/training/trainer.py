@@ -219,6 +219,8 @@ class Steps:
         self.in_epoch = True
         if self.epochs is not None:
             self.epochs.begin(epoch)
+        elif self.train_together:
+            share_orders(self.process_set)
 
     def begin_batch(self) -> None:
         """Ends this rank before its next batch, if it or the job was asked to end, or takes in a new one."""
@@ -231,8 +233,6 @@ class Steps:
         self.in_epoch = False
         if self.epochs is None:
             self.end_batches()
-            if self.train_together:
-                share_orders(self.process_set)
         else:
             finish_step()
             self.epochs.finish(self._model)
