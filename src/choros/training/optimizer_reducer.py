@@ -204,19 +204,19 @@ class OptimizerReducer:
         if step is not None:
             warn_of_unseen(step)
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        local = [index for index in given if _is_among(variables[index], self.local)]
-        largest = [index for index in given if is_overwritten(variables[index]) and index not in local]
-        gradients = _with_largest(gradients, largest, config.process_set)
-        shared = [index for index in given if index not in local and index not in largest]
+        local = {index for index in given if _is_among(variables[index], self.local)}
+        overwritten = {index for index in given if is_overwritten(variables[index])}
+        gradients = _with_largest(gradients, sorted(overwritten - local), config.process_set)
+        apart = local | overwritten
+        shared = [index for index in given if index not in apart]
         own, trained = [gradients[i] for i in shared], [variables[i] for i in shared]
         layout = numbered(tuple(map(self._layout, own, trained)), trained, self.shared(known))
         reduced = self._reduce(reducer, own, trained, layout, micro_batches, examples)
         # Keras divides by the number of micro-batches, as for reduced gradients.
         factor = 1 if config.average_micro_batches else config.micro_batches
         divisor = config.process_set.communicator.size if self._scale_local else 1
-        for index in local:
-            if not is_overwritten(variables[index]):
-                gradients[index] = scaled(gradients[index], factor / divisor, variables[index])
+        for index in local - overwritten:
+            gradients[index] = scaled(gradients[index], factor / divisor, variables[index])
         gradients = with_items(gradients, shared, reduced)
         return gradients if self.slices is None else self.slices.placed(gradients, variables)
 
