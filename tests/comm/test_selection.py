@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -133,8 +134,10 @@ def test_verbose_shows_the_engine_and_what_moves_tensors_on_devices_once() -> No
     assert done.stderr.count("choros: tensors on devices: ") == 1
 
 
-def test_an_elastic_job_whose_engine_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_elastic_job_whose_engine_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CHOROS_ELASTIC", "1")
+    # Open MPI leaves its shared memory behind, where no launcher has started it.
+    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", str(tmp_path))
     for engine, said in (("local", 1), ("mpi", 0)):
         monkeypatch.setenv("CHOROS_ENGINE", engine)
         command = [sys.executable, "-c", "import choros; choros.init()"]
