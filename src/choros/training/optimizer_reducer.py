@@ -162,7 +162,8 @@ class OptimizerReducer:
 
     def shared(self, variables: Sequence[Any]) -> Sequence[Any]:
         """The ``variables`` whose gradients are reduced."""
-        return [each for each in variables if not (_is_among(each, self.local) or is_overwritten(each))]
+        shared = [each for each in variables if not is_overwritten(each)]
+        return [each for each in shared if not _is_among(each, self.local)] if self.local else shared
 
     def reduce(
         self,
@@ -204,7 +205,7 @@ class OptimizerReducer:
         if step is not None:
             warn_of_unseen(step)
         given = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        local = {index for index in given if _is_among(variables[index], self.local)}
+        local = {index for index in given if _is_among(variables[index], self.local)} if self.local else set()
         overwritten = {index for index in given if is_overwritten(variables[index])}
         gradients = _with_largest(gradients, sorted(overwritten - local), config.process_set)
         apart = local | overwritten
