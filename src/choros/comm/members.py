@@ -47,7 +47,7 @@ KEPT_STEPS = 64
 
 _ADMISSION = Request("admission")
 #: What is said of a script that has ended while others go on in an elastic job.
-_LEFT = "They go on without one that raises an exception, not without one whose script ends, as by sys.exit()."
+_LEFT = " They go on without one that raises an exception, not without one whose script ends, as by sys.exit()."
 
 
 class MemberLost(PeerLostError):
@@ -387,7 +387,7 @@ class Members(Primitives):
         lengths = self._exchange(np.array([len(mine), 0], np.int64))[:, 0].tolist()
         comparison = mismatch_text([each.decode() for each in self._share(mine, lengths)], self.ranks)
         if SHUTDOWN.digest in digests:
-            comparison += f" {_LEFT}" if self.elastic else ""
+            comparison += _LEFT if self.elastic else ""
             # A rank has left: to wait for it again would take forever.
             self._over = comparison
         return MismatchError(comparison)

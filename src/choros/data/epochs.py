@@ -48,7 +48,7 @@ class EpochData(ABC):
     def begin_fit(self) -> None:  # noqa: B027  (most data have nothing to do then)
         """All ranks call it before the epochs of an elastic ``fit``: an earlier one may have read the same data."""
 
-    def agree(self) -> None:  # noqa: B027
+    def agree(self) -> None:  # noqa: B027  (most have one order)
         """Gives data of an evaluation, which has begun, the order that they have on the first rank; all call it."""
 
     def begin_epoch(self, epoch: int, parts: Iterable[ShardBatches]) -> None:

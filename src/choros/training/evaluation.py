@@ -131,14 +131,14 @@ class Evaluation:
     def begin(self) -> None:
         """Begins the batches: ``evaluate`` then returns, and callbacks get, the metrics of all examples."""
         self._check()
-        if not global_process_set.communicator.elastic:
-            if has_others(global_process_set):
-                share_orders(global_process_set)
-        elif self._data is not None:
+        is_shared = has_others(global_process_set)
+        if self._data is not None:  # in an elastic job
             self._data.agree()
+        elif is_shared and not global_process_set.communicator.elastic:
+            share_orders(global_process_set)
         self._batches, self._interval, self._next = 0, 1, 1
         self._since = time.monotonic()
-        self.is_running, self.results = has_others(global_process_set), None
+        self.is_running, self.results = is_shared, None
         if self.is_running:
 
             def metrics_result() -> Any:
