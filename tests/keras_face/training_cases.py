@@ -380,9 +380,12 @@ def case_shards_of_torch_data_loaders_that_shuffle_go_on_in_one_order():
     watch = keras.callbacks.LambdaCallback(on_train_batch_begin=note)
     watch.on_test_batch_begin = note
     model = build(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
-    fit(model, trained, epochs=2, validation_data=held_out, callbacks=callbacks(watch))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Your input ran out of data")  # which it would not be true of
+        fit(model, trained, epochs=2, validation_data=held_out, callbacks=callbacks(watch))
     assert len(drawn) == 4
     np.testing.assert_array_equal(drawn, hvd.broadcast_object(drawn))
+    assert len(trained) == len([*trained]) == 3 - hvd.rank()
 
 
 def case_shard_of_a_torch_stream():

@@ -182,7 +182,16 @@ def _sampler_part(
             if end > start or rows is not None:
                 yield indices[start:end] or indices[:1]
 
-    return LocalBatches(batches, lambda: len(sampler))
+    return LocalBatches(batches, lambda: _number_of(sampler, part) if rows is None else len(sampler))
+
+
+def _number_of(sampler: Any, part: Part) -> int:
+    """Returns in how many batches of ``sampler`` the process has rows; of a sampler of one's own, how many it has."""
+    number = len(sampler)
+    if type(sampler) is not torch_data.BatchSampler or not number:
+        return number
+    full = sampler.batch_size
+    return part.batches_of(number, full, min(full, len(sampler.sampler) - full * (number - 1)))
 
 
 def _global_sampler(loader: Any, batch_size: int | None, seed: int) -> Any:
