@@ -6,7 +6,7 @@ from choros import durations
 from choros.launch.driver.job_end import JobEnd, Reason
 from choros.launch.driver.outcome import exception_name, explain, outcome_of
 from choros.launch.driver.stopping import first_signal
-from choros.launch.plan.job import Limits
+from choros.launch.plan.job import Elastic, Limits
 from choros.launch.plan.roles import Roles
 from choros.launch.protocol.frames import Exit, Start
 
@@ -92,6 +92,14 @@ def test_a_rank_that_waits_for_one_that_has_ended():
     got = outcome(*end, size=2, reason=Reason.STUCK, stuck="rank 0 waits in barrier(), and rank 1 has ended")
     assert got.exit_code == 70
     assert got.lines == ("chorosrun: rank 0 waits in barrier(), and rank 1 has ended; the job was stopped.",)
+
+
+def test_a_rank_that_failed_before_init_is_the_cause_of_an_elastic_job_that_waits_for_it():
+    ends = Exit(1, "h", 3), Exit(0, "h", 143, signal=15, stopped=True)
+    end = {"size": 2, "reason": Reason.STUCK, "stuck": "rank 0 waits in init()", "elastic": Elastic(1, 2)}
+    got = outcome(*ends, **end, initialized={0})
+    assert (got.exit_code, got.failure) == (3, ends[0])
+    assert outcome(*ends, **end, initialized={0, 1}).exit_code == 70  # it was survived, and is not why they wait
 
 
 def test_a_job_that_is_stopped_from_outside_says_who_waited_for_whom():

@@ -246,7 +246,10 @@ def outcome_of(job_end: JobEnd, limits: Limits) -> Outcome:
         return Outcome(_CODES[job_end.reason], _stopped_lines(job_end, limits))
     if job_end.reason is Reason.STUCK:
         tracebacks = [end.traceback for end in ends if end.traceback]
-        return Outcome(LaunchError.exit_code, (f"chorosrun: {job_end.stuck}; the job was stopped.", *tracebacks))
+        # Without it, init() cannot end: of an elastic job, too, whose others go on without any that has called it.
+        cause = next((end for end in failures if end.rank not in job_end.initialized), None)
+        lines = (f"chorosrun: {job_end.stuck}; the job was stopped.", *tracebacks)
+        return Outcome(LaunchError.exit_code if cause is None else cause.code, lines, cause)
     if job_end.reason is Reason.OVER and not failures:
         return Outcome(0, (f"chorosrun: {job_end.stuck}. All scripts had ended: the job has finished.",))
     if job_end.chief_is_done:
