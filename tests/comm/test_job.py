@@ -66,13 +66,19 @@ for crashes in (False, True):
     assert communicator.allreduce(numpy.ones(3)).tolist() == [1.0] * 3
 """
 LONG = """
+import types
 import numpy, choros
 from choros.comm.engines import mpi
-mpi._MESSAGE_BYTES = 16
+mpi._MESSAGE_BYTES = 8
 choros.init()
 communicator = choros.comm.global_process_set.communicator
 rows = numpy.arange(3 * communicator.rank, 3 * communicator.rank + 2 + communicator.rank, dtype="float64")
 assert communicator.allgather(rows).tolist() == [0.0, 1.0, 3.0, 4.0, 5.0]
+gcd, units = mpi.math.gcd, []
+mpi.math = types.SimpleNamespace(gcd=lambda *counts: units.append(gcd(*counts)) or units[-1])
+received, splits = communicator.alltoall(rows, [1, 1 + communicator.rank])
+assert received.tolist() == [[0.0, 3.0], [1.0, 4.0, 5.0]][communicator.rank], received
+assert units[-1] == 8, units
 """
 
 
