@@ -31,6 +31,7 @@ from typing import Any
 
 from choros.durable import flush, replace, unfinished, workplace
 from choros.ownership import followed
+from choros.training.thread import doing
 
 #: The names of files that Keras writes one at a time.
 _ONE_FILE = (".keras", ".h5", ".hdf5")
@@ -60,11 +61,10 @@ def decide_writers(written: Written) -> None:
 def complete_files() -> None:
     """Makes all files that Keras saves complete at any time, its callbacks' too."""
     from choros.training.keras_internals.saving import file_writers, make_backups_atomic, share_directories
-    from choros.training.sliced_optimizer import loading_alone
 
     for owner, name in file_writers():
         complete(owner, name, "filepath")
-    make_backups_atomic(_amended, loading_alone())
+    make_backups_atomic(_amended, doing("loading_alone"))
     share_directories()
 
 

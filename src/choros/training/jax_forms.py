@@ -1,9 +1,7 @@
 """How losses in JAX depend on the rows (``forms.py``), read from the program that computes them; gradients."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from choros.comm.request import is_users
 from choros.training.forms import COMPARISONS, MEAN, Form, Reading, ValueForm
+from choros.training.thread import doing, thread
 
 _KNOWN, _NUMBERED = "choros", "choros: "
 _SAME = ("convert_element_type", "copy", "neg", "optimization_barrier", "reduce_precision", "stop_gradient")
@@ -31,8 +30,6 @@ _CALLS = frozenset(
 )
 #: Prime numbers that seldom divide the number of anything else; and how many of these parts a step's rows have.
 _UNUSUAL, _PARTS = (29, 31, 37, 41, 43, 47, 53, 59), 8
-#: Whether what is differentiated is a part of something that is: the factor is that of the whole.
-_is_inner: ContextVar[bool] = ContextVar("is_inner", default=False)
 
 
 @final
@@ -99,10 +96,10 @@ def differentiation(factor_of: Callable[[Any], Any]) -> list[tuple[Any, dict[str
     own = getattr(api, name)
 
     def vjp(function: Any, *given: Any, **options: Any) -> Any:
-        if _is_inner.get():
+        if thread.differentiating:
             return own(function, *given, **options)
         factor = None
-        with _inner():
+        with doing("differentiating"):
             loss, pull, *others = own(function, *given, **options)
             if getattr(loss, "shape", None) == ():
                 called = getattr(function, "call_wrapped", function)
@@ -113,17 +110,8 @@ def differentiation(factor_of: Callable[[Any], Any]) -> list[tuple[Any, dict[str
 
 
 def _scaled(pull: Any, factor: Any, gradient: Any) -> Any:
-    with _inner():
+    with doing("differentiating"):
         return pull(gradient * factor.astype(gradient.dtype))
-
-
-@contextmanager
-def _inner() -> Iterator[None]:
-    token = _is_inner.set(True)
-    try:
-        yield
-    finally:
-        _is_inner.reset(token)
 
 
 def called_by(equation: Any) -> tuple[Any, Sequence[Any]] | None:

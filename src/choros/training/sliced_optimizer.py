@@ -26,11 +26,11 @@ from choros.training.keras_internals.models import (
 )
 from choros.training.keras_internals.slice_variables import Outline, outline_of
 from choros.training.sliced_state import Slices
+from choros.training.thread import thread
 from choros.training.variables import OF_SLICE, value_of
 from choros.training.whole_state import WholeState, host_value
 
 _ATTRIBUTE = "_choros_state"
-_loads_alone = False
 
 
 class _Sliced:
@@ -98,7 +98,7 @@ class _Sliced:
             )
             return
         values: Iterator[Any] = (store[str(number)] for number in range(expected))
-        if _loads_alone:
+        if thread.loading_alone:
             whole = [np.asarray(each) for each in values]
             state_of(self).held, values = whole[len(_outer_variables(self)) :], iter(whole)
         assign_whole(self, values)
@@ -126,17 +126,6 @@ def apply_scaled(optimizer: Any, gradients: Sequence[Any], own: Sequence[Any]) -
     updated = update_if_finite(optimizer, finite, state, every, values)
     for variable, value in zip(assigned, [each for part in updated for each in part], strict=True):
         variable.assign(value)
-
-
-@contextmanager
-def loading_alone() -> Iterator[None]:
-    """A context in which a rank may load what others do not: it keeps the whole state until it is broadcast."""
-    global _loads_alone
-    _loads_alone = True
-    try:
-        yield
-    finally:
-        _loads_alone = False
 
 
 @contextmanager

@@ -11,7 +11,9 @@ class _Thread(threading.local):
     building_slices = False  # creates variables that other ranks do not have
     creating_keras_variable = False  # which has hooks of its own, by TensorFlow's
     creating_metric_variable = False
+    differentiating = False  # on JAX: what is differentiated in it is a part, its factor that of the whole
     giving_reduced = False  # gradients, to an ``apply`` that would reduce them
+    loading_alone = False  # what other ranks do not load: it keeps a whole state until that is broadcast
     receiving_values = False  # of variables, from parameter servers
     tracing_step = False  # of a model, for what it creates: the step is not run
     using_own_copy = False  # reads and assigns this process's copy of variables
