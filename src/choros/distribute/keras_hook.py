@@ -228,14 +228,14 @@ def _adopting(own: Any, self: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 def _adopt(variable: Any, strategy: Any) -> None:
     """Makes a variable that a replica assigns the strategy's, with all others of the metric that is updated."""
-    from choros.training.metrics import is_keras_own
+    from choros.training.keras_internals.models import overrides
 
     metric = _updated_metric(variable)
     if metric is None:
         assign_strategy(variable, strategy)
         strategy.training.variable_created(variable)
         return
-    if not is_keras_own(metric):
+    if overrides(metric, "update_state"):
         raise StrategyError(
             f"the metric {metric.name!r}, a {type(metric).__name__}, was created outside of the scope of this "
             f"{type(strategy).__name__}, which cannot know how its variables are combined: create it within `with "

@@ -122,9 +122,7 @@ def accelerated() -> bool:
     """Whether the framework computes on an accelerator, not on the CPU."""
     match keras.backend.backend():
         case "tensorflow":
-            import tensorflow as tf
-
-            return bool(tf.config.list_physical_devices("GPU"))
+            return tensorflow_gpu() is not None
         case "torch":
             import torch
 

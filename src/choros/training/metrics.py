@@ -22,7 +22,7 @@ from choros.arrays import adapter_of
 from choros.comm import Array, Reduction, global_process_set
 from choros.parallel.objects import allgather_object
 from choros.parallel.ops import broadcast_arrays
-from choros.training.keras_internals.models import single_metrics
+from choros.training.keras_internals.models import overrides, single_metrics
 
 _ROWS, _TRIALS = 3, 3
 #: How the ranks' values of a variable are merged; ``None``: they are those of rank 0.
@@ -145,8 +145,8 @@ def _on_host(result: Any) -> Array:
 
 
 def watch(metric: Any) -> None:
-    """Makes ``metric`` note the shapes that it is updated with, unless it is one of Keras' own."""
-    if is_keras_own(metric) or "update_state" in vars(metric):
+    """Makes ``metric`` note the shapes that it is updated with, unless Keras updates it: its variables are sums."""
+    if not overrides(metric, "update_state") or "update_state" in vars(metric):
         return
     own = metric.update_state
 
@@ -184,7 +184,7 @@ def _merged(metrics: Sequence[Any]) -> tuple[list[Any], list[Array], list[Array]
 
 def _rules_of(metrics: Sequence[Any]) -> list[Start]:
     admissions = global_process_set.admissions
-    unknown = [each for each in metrics if not is_keras_own(each) and _agreed_with.get(each) != admissions]
+    unknown = [each for each in metrics if overrides(each, "update_state") and _agreed_with.get(each) != admissions]
     if unknown:
         # A rank that has had no batches yet cannot try, and all ranks must merge identically.
         known = [_rules.get(metric) or _try(metric) for metric in unknown]
@@ -288,12 +288,6 @@ def _updated(metric: Any, state: Sequence[Array], arguments: Any) -> list[Array]
 
 def _hosts(values: Sequence[Any]) -> list[Array]:
     return [np.array(keras.ops.convert_to_numpy(value)) for value in values]
-
-
-def is_keras_own(metric: Any) -> bool:
-    """Whether a metric is updated as Keras defines it: its variables are sums."""
-    module: str = type(metric).update_state.__module__
-    return module.startswith("keras.")
 
 
 def _zeros_like(value: Any) -> Any:

@@ -267,9 +267,9 @@ def own_methods(model: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def overrides(model: Any, method: str) -> bool:
-    """Whether a model's class has overridden a method of Keras'."""
-    return not _is_of_keras(getattr(type(model), method))
+def overrides(owner: Any, method: str) -> bool:
+    """Whether the class of a model, or of a metric, has overridden a method of Keras'."""
+    return not _is_of_keras(getattr(type(owner), method))
 
 
 def _is_of_keras(function: Any) -> bool:
@@ -355,7 +355,7 @@ def build_from_batch(model: Any, batch: Any = None, iterator: Any = None) -> boo
     On TensorFlow its own ``train_step`` is traced, not run: only that knows whose input is what, and there may be no
     ``call``. An eager step cannot be traced: Keras calls the model, if that succeeds.
     """
-    has_own_step = keras.backend.backend() == "tensorflow" and type(model).train_step is not keras.Model.train_step
+    has_own_step = keras.backend.backend() == "tensorflow" and overrides(model, "train_step")
     if has_own_step and not model.run_eagerly:
         import tensorflow as tf
 
