@@ -65,7 +65,7 @@ def estimates(rows: Sequence[Sequence[int]], *, steps: int = 250, **config: Any)
 
 
 def result_of(reducer: GradientReducer) -> NoiseScale | None:
-    latest = reducer._settled.noise.latest
+    latest = reducer._settled.latest
     return latest and latest.result()
 
 

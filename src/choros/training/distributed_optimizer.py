@@ -419,9 +419,9 @@ def receive_weights(optimizer: Any) -> tuple[int, ...]:
         return ()
     process_set = reducer.process_set
     heirs = process_set.communicator.launched if _makes_updates_of_others(optimizer) else ()
+    made = (*(reducer.reducer.trained or ()), *heirs)
     if (last := reducer.reducer.last_active(heirs)) is None:
         return ()
-    made = (*reducer.reducer.trained, *heirs)
     if reducer.state_owner is None:
         trained = trained_variables(optimizer)
         received = list(filter(is_overwritten, trained))  # by the largest values of ranks with a batch

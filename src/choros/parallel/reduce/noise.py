@@ -21,8 +21,8 @@ Weighted by its rows, w = b_i / B, B is the number of all rows, and b = B / n th
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 #: The weight of what was measured before in the moving averages: about the last 50 measured steps count.
@@ -131,46 +131,19 @@ def updated(before: Estimate, norms: Sequence[float], shares: Sequence[Contribut
     )
 
 
-@dataclass(frozen=True)
-class NoiseProgress:
-    """How far a reducer is in measuring each ``every``-th step; by layout this rank's share of the current step, the
-    steps since the last measured one, and the estimate. Ranks may differ in the second, such as those that came later:
-    a step is measured if it is due on one of them, and then on all.
+def announced(examples: int, *, due: bool) -> int:
+    """The value of a control message: this rank's examples, and whether a measurement is due: a step is measured if it
+    is due on one rank, and then on all.
+
+    >>> announced(32, due=True), heard([65, 0])
+    (65, ([32, 0], True))
     """
+    return 2 * examples + due
 
-    every: int = 0
-    shares: Mapping[Hashable, Contribution] = field(default_factory=dict)
-    since: Mapping[Hashable, int] = field(default_factory=dict)
-    estimates: Mapping[Hashable, Estimate] = field(default_factory=dict)
-    latest: Estimate | None = None
 
-    def announced(self, layout: Hashable, examples: int) -> int:
-        """The value of a control message: this rank's examples, and whether a measurement is due.
-
-        >>> progress = NoiseProgress(every=1)
-        >>> progress.announced("layout", 32), progress.heard([65, 0])
-        (65, ([32, 0], True))
-        """
-        return 2 * examples + (self.since.get(layout, 0) + 1 >= self.every)
-
-    def heard(self, values: Sequence[int]) -> tuple[Sequence[int], bool]:
-        """The examples of all ranks, and whether one of them announced a measurement."""
-        return [value >> 1 for value in values], any(value & 1 for value in values)
-
-    def begun(self, layout: Hashable, weight: float, examples: int, *, again: bool, exchange: bool) -> NoiseProgress:
-        """In a micro-batch, which is the first of its step unless ``again``, the last with an ``exchange``."""
-        before = self.shares.get(layout, Contribution()) if again else Contribution()
-        shares = {**self.shares, layout: before.adding(weight, examples)}
-        return replace(self, shares=shares, since={**self.since, layout: self.since.get(layout, 0) + exchange})
-
-    def measured(self, layout: Hashable, estimate: Estimate) -> NoiseProgress:
-        """After a measured step; ``noise_scale`` stays as it is until one had rows on two ranks."""
-        return replace(
-            self,
-            since={**self.since, layout: 0},
-            estimates={**self.estimates, layout: estimate},
-            latest=estimate if estimate.steps else self.latest,
-        )
+def heard(values: Sequence[int]) -> tuple[Sequence[int], bool]:
+    """The examples of all ranks, and whether one of them announced a measurement."""
+    return [value >> 1 for value in values], any(value & 1 for value in values)
 
 
 _latest: Estimate | None = None

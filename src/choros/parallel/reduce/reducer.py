@@ -42,7 +42,7 @@ from choros.observe.events import Kind
 from choros.observe.progress import page
 from choros.parallel.identical import Comparison
 from choros.parallel.reduce.gradients import Gradient, GradientLayout, layout_of, squared_norm, zeros_like
-from choros.parallel.reduce.noise import Contribution, Estimate, NoiseProgress, publish, updated
+from choros.parallel.reduce.noise import Contribution, Estimate, announced, heard, publish, updated
 from choros.parallel.reduce.plan import Plan, ReduceConfig, plan_for
 from choros.settings import current
 
@@ -53,38 +53,50 @@ _PLANS = 8
 
 
 @dataclass(frozen=True)
-class _ReducerState:
-    """How far a reducer is. By layout, as two models may train in turn: the steps for which all ranks had a batch, the
-    micro-batches since the last exchange (the same on all ranks), and this rank's gradients of these; without rows,
-    none.
+class _LayoutState:
+    """How far gradients of one layout are: the steps for which all ranks had a batch; the micro-batches since the last
+    exchange (the same on all ranks), and this rank's gradients of these, if any had rows. Of their noise: this rank's
+    ``share`` of the current step, the steps since a measured one (ranks that came later have others), the estimate.
     """
+
+    common_steps: int = 0
+    accumulated: int = 0
+    pending: list[Gradient] | None = None
+    share: Contribution = field(default_factory=Contribution)
+    unmeasured: int = 0
+    estimate: Estimate = field(default_factory=Estimate)
+
+    def adding(self, gradients: Sequence[Gradient], weight: float) -> _LayoutState:
+        with np.errstate(over="ignore", invalid="ignore"):
+            parts = [gradient * weight for gradient in gradients]
+            if self.pending is not None:
+                parts = [earlier + part for earlier, part in zip(self.pending, parts, strict=True)]
+        return replace(self, pending=parts)
+
+
+@dataclass(frozen=True)
+class _ReducerState:
+    """How far a reducer is; by layout, too, as two models may train in turn. ``latest``: the last estimate of noise."""
 
     batches: int = 0
     steps: int = 0
-    common_steps: Mapping[GradientLayout, int] = field(default_factory=dict)
-    accumulated: Mapping[GradientLayout, int] = field(default_factory=dict)
-    pending: Mapping[GradientLayout, list[Gradient]] = field(default_factory=dict)
-    noise: NoiseProgress = field(default_factory=NoiseProgress)
+    layouts: Mapping[GradientLayout, _LayoutState] = field(default_factory=dict)
+    latest: Estimate | None = None
 
-    def adding(self, layout: GradientLayout, gradients: Sequence[Gradient], weight: float) -> _ReducerState:
-        with np.errstate(over="ignore", invalid="ignore"):
-            parts = [gradient * weight for gradient in gradients]
-            if layout in self.pending:
-                parts = [earlier + part for earlier, part in zip(self.pending[layout], parts, strict=True)]
-        return replace(self, pending={**self.pending, layout: parts})
+    def of(self, layout: GradientLayout) -> _LayoutState:
+        return self.layouts.get(layout) or _LayoutState()
 
-    def exchanged(self, layout: GradientLayout) -> _ReducerState:
-        """Without its micro-batches, which are exchanged."""
-        accumulated, pending = dict(self.accumulated), dict(self.pending)
-        del accumulated[layout]
-        pending.pop(layout, None)
-        return replace(self, accumulated=accumulated, pending=pending)
+    def noting(self, layout: GradientLayout, state: _LayoutState, **changes: Any) -> _ReducerState:
+        return replace(self, layouts={**self.layouts, layout: state}, **changes)
+
+    def changing_all(self, **changes: Any) -> _ReducerState:
+        return replace(self, layouts={each: replace(state, **changes) for each, state in self.layouts.items()})
 
 
 @final
 class GradientReducer:
     """Averages gradients over a step's examples; ranks ``reduce`` each batch, in any number and size, then ``join``.
-    ``due``: the comparison after the next update; ``trained``: once all have joined, who had a batch in the last step.
+    ``due``: the comparison after the next update.
 
         >>> from choros.comm.engines.threads import run_threads
         >>> def train(communicator):
@@ -112,12 +124,11 @@ class GradientReducer:
         #: This rank's share of the examples in the last step of all ranks; ``None`` before the first step.
         self.share: float | None = None
         self._weight = 1.0
-        #: Those who had a batch in the last step, as the launcher numbers them.
-        self._active: list[int] | None = None
-        self.trained: tuple[int, ...] = ()
+        #: Those who had a batch in the last step, as the launcher numbers them, until ``last_active``.
+        self.trained: list[int] | None = None
         #: In the current step; and as of the last one that has ended on all ranks, from which the next begins, also if
         #: a rank was lost and it is made again.
-        self._progress = self._settled = _ReducerState(noise=NoiseProgress(current().noise_scale))
+        self._progress = self._settled = _ReducerState()
         #: In a measured step (``noise.py``), the squared norms of this rank's gradients, and of the sum.
         self._norms: list[Any] | None = None
         #: The last step that has begun.
@@ -127,6 +138,7 @@ class GradientReducer:
         self._factor = 1.0
         environment = current()
         self.compare_every, self.divergence = environment.compare_every, environment.divergence
+        self._measure_every = environment.noise_scale
         self.due: Comparison | None = None
 
     def rename(self, name: str) -> None:
@@ -153,7 +165,7 @@ class GradientReducer:
     @property
     def accumulated(self) -> int:
         """How many of the last of these are not reduced yet: if a rank is lost, its part of them is lost."""
-        return max(self._settled.accumulated.values(), default=0)
+        return max((each.accumulated for each in self._settled.layouts.values()), default=0)
 
     def reduce(
         self,
@@ -180,7 +192,7 @@ class GradientReducer:
             if exchange:
                 return self._exchange(plan, own, out)
             if own is not None:
-                self._progress = self._progress.adding(plan.layout, own, self._weight)
+                self._progress = self._progress.noting(kinds, self._progress.of(kinds).adding(own, self._weight))
             communicator.when_settled(self._settle)
             if plan.sliced:
                 return [each.of_rank(communicator.rank).zeros() for each in plan.layout]
@@ -197,15 +209,15 @@ class GradientReducer:
         def collective(layout: GradientLayout) -> list[Gradient]:
             plan = self._planned(layout)
             communicator.agree(plan.early)
-            return self._exchange(plan, None, early=True)
+            return self._exchange(plan, None)
 
-        layouts = tuple(self._settled.accumulated)
+        layouts = [each for each, state in self._settled.layouts.items() if state.accumulated]
         return {each: communicator.atomic(functools.partial(collective, each)) for each in layouts}
 
     def forget_accumulated(self) -> int:
         """Forgets the micro-batches since the last exchange, which is not to come; returns their number."""
-        number = self.accumulated
-        self._settled = replace(self._settled, batches=self.batches - number, accumulated={}, pending={})
+        number, settled = self.accumulated, self._settled.changing_all(accumulated=0, pending=None)
+        self._settled = replace(settled, batches=self.batches - number)
         return number
 
     def plan(self, layout: GradientLayout) -> tuple[tuple[int, ...], ...]:
@@ -291,7 +303,7 @@ class GradientReducer:
             sum_bucket(counts, 0)
 
         def exchange_early(_: Sequence[int], layout: GradientLayout) -> None:
-            on_early(layout, self._exchange(self._planned(layout), None, early=True))
+            on_early(layout, self._exchange(self._planned(layout), None))
 
         def sum_bucket(_: Sequence[int], bucket: int) -> None:
             plan = self._plan
@@ -326,8 +338,7 @@ class GradientReducer:
         """Once all have joined, a rank with a batch in the last step, whose weights all must receive; or of ``heirs``.
         ``None`` if no rank was without one, or there was no step; if all that made the update were lost, PeerLostError.
         """
-        active, self._active = self._active, None
-        self.trained = tuple(active or ())
+        active, self.trained = self.trained, None
         communicator = self.process_set.communicator
         if active is None or set(active) >= set(communicator.launched):
             return None
@@ -337,7 +348,7 @@ class GradientReducer:
         """Returns the plan of a step that begins, or begins again: what it noted before is forgotten."""
         if self._epoch != self.process_set.epoch:
             self._epoch, self._plans, self._plan = self.process_set.epoch, {}, None
-            self._settled = replace(self._settled, common_steps={})  # a new rank has counted none
+            self._settled = self._settled.changing_all(common_steps=0)  # a new rank has counted none
         self._progress, self._norms, plan = self._settled, None, self._plan
         if plan is None or layout != plan.layout:
             if layout not in self._plans:
@@ -353,42 +364,42 @@ class GradientReducer:
 
     def _counts(self, plan: Plan, request: Request, examples: int) -> list[int]:
         """Agrees on a micro-batch; returns the values of all ranks, from which ``_begin`` learns their examples."""
-        noise = self._progress.noise
         problem = ConfigError(f"examples={examples}: expected the number in the batch.") if examples < 0 else None
-        value = noise.announced(plan.layout, examples) if noise.every else examples
+        value = examples
+        if self._measure_every:
+            value = announced(examples, due=self._progress.of(plan.layout).unmeasured + 1 >= self._measure_every)
         return plan.communicator.agree(request, value=value, problem=problem)
 
     def _begin(self, plan: Plan, counts: Sequence[int], examples: int, *, exchange: bool, joined: bool = False) -> None:
         """Notes the number of examples that each rank has in the micro-batch."""
-        done, layout, due = self._progress, plan.layout, False
-        if done.noise.every:
-            counts, due = done.noise.heard(counts)
+        done, state, due = self._progress, self._progress.of(plan.layout), False
+        if self._measure_every:
+            counts, due = heard(counts)
         total = sum(counts)
         if not total:
             raise EngineError(f"the batch has {examples} examples, and no other rank has any: expected 1 or more.")
-        self._active = [each for each, count in zip(plan.communicator.launched, counts, strict=True) if count > 0]
+        self.trained = [each for each, count in zip(plan.communicator.launched, counts, strict=True) if count > 0]
         self.share = examples / total
         self._weight = self.share if self.config.op is Reduction.AVERAGE else 1.0
         self.due = None
-        if done.noise.every:
-            again = layout in done.accumulated
-            done = replace(done, noise=done.noise.begun(layout, self._weight, examples, again=again, exchange=exchange))
+        if self._measure_every:
+            share = (state.share if state.accumulated else Contribution()).adding(self._weight, examples)
+            state = replace(state, share=share, unmeasured=state.unmeasured + exchange)
             if due and exchange and plan.measures:
                 self._norms = [0.0, 0.0]
         if not exchange:
-            accumulated = {**done.accumulated, layout: done.accumulated.get(layout, 0) + 1}
-            self._progress = replace(done, batches=done.batches + 1, accumulated=accumulated)
+            state = replace(state, accumulated=state.accumulated + 1)
+            self._progress = done.noting(plan.layout, state, batches=done.batches + 1)
             return
-        common_steps = done.common_steps
-        if len(self._active) == len(counts):
-            step, first, every = common_steps.get(layout, 0) + 1, self.config.compared_step, self.compare_every
-            common_steps = {**common_steps, layout: step}
+        if len(self.trained) == len(counts):
+            step, first, every = state.common_steps + 1, self.config.compared_step, self.compare_every
+            state = replace(state, common_steps=step)
             is_power_of_two = step & (step - 1) == 0  # what is wrong from the start is found early
             if step == first or (
                 step > first and every > 0 and (step % every == 0 or (step < every and is_power_of_two))
             ):
                 self.due = Comparison(step, first, self.divergence)
-        self._progress = replace(done, batches=done.batches + 1, steps=done.steps + 1, common_steps=common_steps)
+        self._progress = done.noting(plan.layout, state, batches=done.batches + 1, steps=done.steps + 1)
         if self._progress.steps != self._begun:
             self._begun = self._progress.steps
             if not joined:
@@ -400,24 +411,16 @@ class GradientReducer:
         self._scales = _scales(plan, self._weight, same=same)
 
     def _exchange(
-        self,
-        plan: Plan,
-        gradients: Sequence[Gradient] | None,
-        out: Sequence[Array] | None = None,
-        *,
-        early: bool = False,
+        self, plan: Plan, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None
     ) -> list[Gradient]:
-        """Reduces the last micro-batch's gradients (``None``: it has none) and those pending; ``early``: only these."""
-        layout = plan.layout
-        pending = layout in self._progress.pending
-        if pending and gradients is not None:
-            self._progress = self._progress.adding(layout, gradients, self._weight)
-        if pending:
-            gradients = self._progress.pending[layout]
-        if pending or early:
+        """Reduces the last micro-batch's gradients (``None``: this rank, or each, has none), and those pending."""
+        state = self._progress.of(plan.layout)
+        if state.pending is not None:
+            gradients = state.pending if gradients is None else state.adding(gradients, self._weight).pending
+        if state.pending is not None or gradients is None:
             self._scales = _scales(plan, 1.0, same=False)
-        if layout in self._progress.accumulated:
-            self._progress = self._progress.exchanged(layout)
+        if state.accumulated:
+            self._progress = self._progress.noting(plan.layout, replace(state, accumulated=0, pending=None))
         results: dict[int, Gradient] = {}
         for number, indices in enumerate(plan.indices):
             own = None if gradients is None else [gradients[index] for index in indices]
@@ -443,8 +446,9 @@ class GradientReducer:
             norms[1] += squared_norm(reduced)
         if bucket == len(plan.indices) - 1:
             if norms is not None:
-                noise = _measured(self._progress.noise, plan.layout, norms, plan.communicator)
-                self._progress, self._norms = replace(self._progress, noise=noise), None
+                state = _measured(self._progress.of(plan.layout), norms, plan.communicator)
+                latest = state.estimate if state.estimate.steps else self._progress.latest
+                self._progress, self._norms = self._progress.noting(plan.layout, state, latest=latest), None
             if Kind.STEP_DONE in events.heard:
                 events.emit(Kind.STEP_DONE, self.name, step=self._progress.steps)
             plan.communicator.when_settled(self._settle)
@@ -452,22 +456,19 @@ class GradientReducer:
 
     def _settle(self) -> None:
         self._settled = self._progress
-        if self._settled.noise.latest is not None:
-            publish(self._settled.noise.latest)
+        if self._settled.latest is not None:  # it stays as it is until a step had rows on two ranks
+            publish(self._settled.latest)
 
 
-def _measured(
-    progress: NoiseProgress, layout: GradientLayout, norms: Sequence[Any], communicator: Communicator
-) -> NoiseProgress:
+def _measured(state: _LayoutState, norms: Sequence[Any], communicator: Communicator) -> _LayoutState:
     """After a step, gathers 64 bytes of each rank, in its section; ``norms``: of this rank's gradients, and of the sum.
     Of the earlier estimates that with the most steps goes on, so that ranks that came later have the same.
     """
-    share, earlier = progress.shares[layout], progress.estimates.get(layout, Estimate())
-    own = np.array([float(norms[0]), *share, *earlier], np.float64)
+    own = np.array([float(norms[0]), *state.share, *state.estimate], np.float64)
     gathered = communicator.gather_bytes(own.view(np.uint8), [own.nbytes] * communicator.size)
     rows = gathered.view(np.float64).reshape(communicator.size, -1).tolist()
     before, shares = max(Estimate(*row[4:]) for row in rows), [Contribution(*row[1:4]) for row in rows]
-    return progress.measured(layout, updated(before, [row[0] for row in rows], shares, float(norms[1])))
+    return replace(state, unmeasured=0, estimate=updated(before, [row[0] for row in rows], shares, float(norms[1])))
 
 
 def _scales(plan: Plan, weight: float, *, same: bool) -> tuple[float, float]:
