@@ -36,6 +36,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -269,9 +270,9 @@ class RunCallback(EpochCallback):
             for each in self._callbacks:
                 go_on(each)
         self._admits = admits
-        self._restored: dict[str, Any] | None = None
-        self._received: dict[str, Any] | None = None
-        #: The state from which an epoch goes on in its middle, until all callbacks, and its data, have begun it.
+        #: The state with which this rank begins, of a commit or of the others, until an epoch has begun.
+        self._begins: dict[str, Any] | None = None
+        #: That from which an epoch goes on in its middle, until all callbacks, and its data, have begun it.
         self._goes_on: dict[str, Any] | None = None
         #: The epoch at whose beginning there is something to commit.
         self._next: int | None = None
@@ -289,7 +290,7 @@ class RunCallback(EpochCallback):
         epochs = self._steps.epochs
         if epochs is not None:
             epochs.commit = None if self._store is None else self._commit
-            epochs.admit = self._admit if self._admits and not is_nested else None
+            epochs.admit = partial(self._admit, epochs) if self._admits and not is_nested else None
         if self._admits and epochs is not None and not is_built(self.model):
             batch = epochs.example_batch()
             if batch is not None:
@@ -306,7 +307,7 @@ class RunCallback(EpochCallback):
         last = None if self._store is None else object_of_first(self._store.load_last)
         if self._store is None or last is None:
             return
-        self._restored = last
+        self._begins = last
         self._run.restore(last | {"metrics": None})
         epoch, position, where = last["epoch"], last["position"] or {}, self._store.directory
         set_initial_epoch(self.model, epoch)
@@ -330,12 +331,12 @@ class RunCallback(EpochCallback):
         if not admit():
             set_initial_epoch(self.model, self.params["epochs"])
             return
-        received = self._received = object_of_first(_no_other_is_left)
+        received = self._begins = object_of_first(_no_other_is_left)
         epochs.take_over(received["position"])
         set_initial_epoch(self.model, received["epoch"])
         if not is_built(self.model):
             build_from_batch(self.model, epochs.example_batch())
-        if received["position"]["ledger"] is not None:  # the job may end before this rank's first step
+        if received["in_epoch"]:  # the job may end before this rank's first step
             build_metrics(self.model, epochs.example_batch)
         self._run.restore(received)
         self._steps.cut_anew(joins=True)
@@ -345,22 +346,18 @@ class RunCallback(EpochCallback):
         callbacks, and history, have forgotten when training, or an epoch that is under way, began.
         """
         super().on_epoch_begin(epoch, logs)
-        restored, self._restored = self._restored, None
-        if restored is not None:
+        state, self._begins = self._begins, None
+        if state is not None:
             batch = None
-            if restored["metrics"] is not None and self._steps.epochs is not None:
+            if state["metrics"] is not None and self._steps.epochs is not None:
                 batch = self._steps.epochs.example_batch()
             if batch is None or global_process_set.communicator.rank != 0:
-                restored |= {"metrics": None}
-            self._run.restore(restored, batch)
-            self._goes_on = restored if restored["in_epoch"] else None
+                state |= {"metrics": None}
+            self._run.restore(state, batch)
+            self._goes_on = state if state["in_epoch"] else None
         if self._next == epoch:
             with page.counted_as("committed"):
                 self._write(epoch)
-        received, self._received = self._received, None
-        if received is not None and received["position"]["ledger"] is not None:
-            self._run.restore(received)
-            self._goes_on = received
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Marks that there is something to commit."""
@@ -397,16 +394,17 @@ class RunCallback(EpochCallback):
         if state is not None:
             self._run.restore(state)
 
-    def _admit(self, epoch: int) -> bool:
+    def _admit(self, epochs: ElasticEpochs, epoch: int) -> bool:
         """Takes in a new rank, between two steps, if one waits; sends it the state of rank 0, which is an older one."""
-        if self._received is not None:
-            self._run.restore(self._received)  # callbacks have set it back when training began
-            if self._received["position"]["ledger"] is not None:  # the others are in the middle of the epoch
+        if self._begins is not None and epochs.is_late:
+            self._run.restore(self._begins)  # callbacks have set it back when training began
+            if self._begins["in_epoch"]:  # the others are in the middle of it
                 return False
+            self._begins = None
         if not admit():
             return False
         # If a rank is lost while it is sent, the ledger is another one.
-        object_of_first(lambda: self._capture(epoch, joins=True))
+        object_of_first(lambda: self._capture(epoch, in_epoch=epochs.ledger is not None, joins=True))
         self._steps.cut_anew(joins=True)
         return True
 
@@ -426,11 +424,11 @@ class RunCallback(EpochCallback):
 
     def _write(self, epoch: int, *, in_epoch: bool = False, metrics: bool = False) -> None:
         if self._store is not None and global_process_set.communicator.rank == 0:
-            self._store.write(self._capture(epoch, metrics=metrics) | {"in_epoch": in_epoch})
+            self._store.write(self._capture(epoch, in_epoch=in_epoch, metrics=metrics))
 
-    def _capture(self, epoch: int, **what: bool) -> dict[str, Any]:
-        epochs = self._steps.epochs
-        return self._run.capture(epoch=epoch, position=None if epochs is None else epochs.position, **what)
+    def _capture(self, epoch: int, *, in_epoch: bool, **what: bool) -> dict[str, Any]:
+        position = None if self._steps.epochs is None else self._steps.epochs.position
+        return self._run.capture(epoch=epoch, position=position, **what) | {"in_epoch": in_epoch}
 
 
 @final
