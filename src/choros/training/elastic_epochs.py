@@ -66,10 +66,10 @@ class ElasticEpochs:
         #: ``Steps.batches`` before this rank's last call of the epoch, if there was one.
         self._before: int | None = None
         self._varies = False
-        self._resumed: Ledger | None = None
+        #: The ledger with which the next epoch begins: of a commit or, if this rank ``_has_come``, of the others.
+        self._begins: Ledger | None = None
         self._order: int | None = None
         self._commit_steps = current().commit_steps
-        self._taken_over: Ledger | None = None
         #: Whether the others have taken this rank in since the last epoch.
         self._has_come = False
 
@@ -107,23 +107,19 @@ class ElasticEpochs:
     def begin(self, epoch: int) -> None:
         """Shards an epoch over the ranks, before Keras reads it."""
         self.ledger = self._before = None
-        communicator = global_process_set.communicator
-        if not self._has_come:  # the others are here; else one that saves alone is to come before rows are shared out
+        communicator, has_come = global_process_set.communicator, self._has_come
+        if not has_come:  # the others are here; else one that saves alone is to come before rows are shared out
             communicator.barrier(name="begin of an epoch")
             self._steps.cut_anew(have_met=True)
-        self._has_come = False
-        resumed, self._resumed = self._resumed, None
-        while resumed is None and self.admit is not None and self.admit(epoch):  # a new rank knows no resumed epoch
+        admits = self.admit if has_come or self._begins is None else None  # a new rank knows no resumed epoch
+        while admits is not None and admits(epoch):
             pass
-        taken_over, self._taken_over = self._taken_over, None
-        if taken_over is not None:
-            self.ledger = taken_over
+        begins, self._begins, self._has_come = self._begins, None, False
+        if begins is not None and not has_come:
+            begins = begins.resumed(communicator.size, self.data.length(epoch)) if begins.epoch == epoch else None
+        self.ledger = begins or Ledger.of_epoch(epoch, communicator.size)
+        if begins is not None:
             self._check_order(epoch)
-        elif resumed is not None and resumed.epoch == epoch:
-            self.ledger = resumed.resumed(communicator.size, self.data.length(epoch))
-            self._check_order(epoch)
-        else:
-            self.ledger = Ledger.of_epoch(epoch, communicator.size)
         self._committed = self.ledger.steps
         if self.commit is not None and self._commit_steps:  # later, the data are being read
             self._order = self._order_of(epoch)
@@ -139,14 +135,14 @@ class ElasticEpochs:
     def resume(self, position: Mapping[str, Any]) -> None:
         """Makes the epoch of a ``position`` go on from there, when it begins, with the ranks that there are now."""
         self.data.seed = position["seed"]
-        self._resumed = None if position["ledger"] is None else Ledger.from_json(position["ledger"])
+        self._begins = None if position["ledger"] is None else Ledger.from_json(position["ledger"])
         self._order = position["order"]
         self._applied = position.get("applied", 0)  # earlier commits have none
 
     def take_over(self, position: Mapping[str, Any]) -> None:
         """Makes a ``position`` of the other ranks that of this rank, which they have taken in."""
         self.resume(position)
-        self._taken_over, self._resumed, self.is_late, self._has_come = self._resumed, None, True, True
+        self.is_late = self._has_come = True
 
     def example_batch(self) -> Any:
         """Returns a batch, from which metrics can be built; ``None`` if the data can be read only once."""
@@ -270,8 +266,8 @@ class ElasticEpochs:
         leave_if_asked(one_by_one=True)
 
     def _on_change(self, change: Change) -> None:
-        if self._taken_over is not None:  # that of the epoch which this rank, just taken in, has not begun yet
-            self._taken_over = _changed(self._taken_over, change, 0)
+        if self._has_come and self._begins is not None:  # of the epoch which this rank, just taken in, has not begun
+            self._begins = _changed(self._begins, change, 0)
         ledger = self.ledger
         if ledger is not None:
             self._ledger = _changed(ledger, change, self._steps.accumulated)  # the setter would forget part of a step
