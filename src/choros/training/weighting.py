@@ -69,7 +69,8 @@ _MANY = 64
 class ModelStep:
     """A model's step on this rank; with 0 ``examples`` it computes on a row that counts nowhere (``absent_rows.py``).
     ``weighted``: its loss counts by its examples, else losses are added; ``of_all_ranks``: the batch is the global
-    one. ``exchanges()``, whether others make it too, is asked whenever it runs; ``by_part``: rows differ.
+    one. ``exchanges()``, whether others make it too, is asked whenever it runs; ``by_part``: rows differ. ``noted``:
+    in an elastic job its losses, as ranks may be lost after they were weighted for all; ``None`` ends them.
     """
 
     examples: Any
@@ -85,6 +86,7 @@ class ModelStep:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     calls: Counter[int] = field(default_factory=Counter)
     marked: dict[str, str | None] | None = None
+    noted: list[tuple[tuple[int, ...], float, Callable[[Communicator], float]] | None] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -358,33 +360,27 @@ def _totals(communicator: Communicator, examples: int, number: float) -> tuple[f
     return communicator.atomic(collective)
 
 
-#: The losses of the last step that has some, in an elastic job: ranks may be lost after they were weighted for all.
-_weighted: list[tuple[ModelStep, tuple[int, ...], float, Callable[[Communicator], float]]] = []
-_step_ends = False
-
-
 def _note(step: ModelStep, factor: float, exchange: Callable[[Communicator], float] | None) -> None:
     """Notes a loss that was weighted by ``factor``, which ``exchange`` computes again, if others step, too."""
-    global _step_ends
-    if not step.trains:
-        return
-    if _step_ends or len(_weighted) >= _MANY:
-        _weighted.clear()
-    _step_ends = False
-    if exchange is not None and step.process_set.communicator.elastic:
-        _weighted.append((step, step.process_set.communicator.launched, factor, exchange))
+    communicator, noted = step.process_set.communicator, step.noted
+    if noted and (noted[-1] is None or len(noted) >= _MANY):
+        noted.clear()  # of when the step ran before
+    if step.trains and exchange is not None and communicator.elastic:
+        noted.append((communicator.launched, factor, exchange))
 
 
 def correction(step: ModelStep | None = None) -> float:
     """The factor of gradients in ``step``, or the current one, if a loss was weighted there for ranks of which some
     were lost since; all ranks call it. A gradient does not tell losses apart: factors are averaged.
     """
-    global _step_ends
-    _step_ends, step = True, step or _current
+    step = step or _current
+    if step is None or not step.noted:
+        return 1.0
+    communicator, losses = step.process_set.communicator, [each for each in step.noted if each is not None]
+    step.noted[:] = [*losses, None]
     ratios = []
-    for noted, launched, factor, exchange in _weighted:
-        communicator = noted.process_set.communicator
-        if noted is step and communicator.launched != launched:
+    for launched, factor, exchange in losses:
+        if communicator.launched != launched:
             new = exchange(communicator)
             ratios.append(new / factor if factor else 1.0)
     return sum(ratios) / len(ratios) if ratios else 1.0
