@@ -195,11 +195,9 @@ def shard_of(data: Any, sharding: Sharding, *, elastic: bool) -> Any:
 
 
 def data_of(epochs: EpochData) -> Any:
-    """Returns ``epochs.data``, of which ``epochs_behind`` returns ``epochs`` if other processes can read them."""
-    own = epochs.data
-    if epochs.doubt is None:
-        object.__setattr__(own, _EPOCHS, epochs)
-    return own
+    """Returns ``epochs.data``, of which ``epochs_behind`` returns ``epochs``, as other processes can read them."""
+    object.__setattr__(epochs.data, _EPOCHS, epochs)
+    return epochs.data
 
 
 def epochs_behind(data: Any) -> EpochData | None:
