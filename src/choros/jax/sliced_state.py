@@ -5,9 +5,7 @@ Transformations that work item by item have even slices, and others whole arrays
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
@@ -16,7 +14,7 @@ import numpy as np
 
 from choros.arrays import ArraySpec
 from choros.arrays.jax_arrays import ADAPTER
-from choros.comm import Array, DType, ProcessSet, Reduction
+from choros.comm import Array, DType, Reduction
 from choros.errors import ConfigError, NotInitializedError
 from choros.jax.collectives import paths_of
 from choros.jax.dependence import programs_of_results, works_by_item
@@ -26,9 +24,7 @@ from choros.parallel.objects import allgather_object
 from choros.parallel.ops import allreduce
 from choros.parallel.reduce.gradients import GradientKind
 from choros.parallel.reduce.slices import gather_slices
-
-#: In an update of slices, the ranks that have the others, and a number of the compiled step.
-_slices: ContextVar[tuple[ProcessSet, Any] | None] = ContextVar("slices", default=None)
+from choros.training.thread import doing, thread
 
 
 @final
@@ -57,7 +53,7 @@ class SlicedUpdate:
             return None
         communicator = process_set.communicator
         shapes = tuple((tuple(each.shape), np.dtype(each.dtype)) for each in arrays.values())
-        with _of_slices(process_set, 0):
+        with doing("jax_slices", (process_set, 0)):
             division = Division(works_by_item(self._tx, params), communicator.rank, communicator.size, shapes)
             self._check_without_some(params, list(arrays), division)
         self._reduction.know(arrays)
@@ -112,7 +108,7 @@ class SlicedUpdate:
         reduced, number = self._reduction.reduce_slices(values, layout, division.shapes, params, examples)
         items = iter(reduced)
         slices = [None if shape is None else next(items) for shape in division.shapes]
-        with _of_slices(self._reduction.reducer.process_set, number):
+        with doing("jax_slices", (self._reduction.reducer.process_set, number)):
             new, inner = self._tx.update(with_slices(updates, list(gradients), slices), state.inner, own, **extra_args)
         gathered = self._gathered(new, updates, division, params is not None, number)
         return gathered, SlicedState(inner, division)
@@ -326,18 +322,6 @@ def _check_scalars(extra_args: Any) -> None:
 # clipping by the norm of gradients of which each rank has slices ------------------------------------
 
 
-@contextmanager
-def _of_slices(process_set: ProcessSet, number: Any) -> Iterator[None]:
-    """A context in which gradients are this rank's slices. As a rank that has none would compute the norm while JAX
-    traces the step, ``number`` makes the norm a part of the step.
-    """
-    before = _slices.set((process_set, number))
-    try:
-        yield
-    finally:
-        _slices.reset(before)
-
-
 def clip_by_global_norm(max_norm: Any) -> Any:
     """Returns ``optax.clip_by_global_norm`` that also works in ``distributed(…, shard_state=True)``.
 
@@ -369,10 +353,10 @@ def clip_by_global_norm(max_norm: Any) -> Any:
     plain = optax.clip_by_global_norm(max_norm)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        slices = _slices.get()
+        slices = thread.jax_slices
         if slices is None:
             return plain.update(updates, state, params)
-        process_set, number = slices
+        process_set, number = slices  # a rank that has none would compute the norm while JAX traces the step
         norm = jnp.sqrt(allreduce(_squares(updates, number), Reduction.SUM, process_set=process_set))
 
         def clipped(gradient: Any) -> Any:  # as optax computes it

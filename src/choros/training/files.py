@@ -25,13 +25,12 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from choros.durable import flush, replace, unfinished, workplace
 from choros.ownership import followed
-from choros.training.thread import doing
+from choros.training.thread import thread
 
 #: The names of files that Keras writes one at a time.
 _ONE_FILE = (".keras", ".h5", ".hdf5")
@@ -47,8 +46,6 @@ _SHARD = ".weights.h5"
 Written = Callable[[Any, Callable[[], Any], str], Any]
 
 _written: Written | None = None
-#: Called with each file before it is complete.
-_amend: ContextVar[Callable[[Path], None] | None] = ContextVar("amend", default=None)
 
 
 def decide_writers(written: Written) -> None:
@@ -64,7 +61,7 @@ def complete_files() -> None:
 
     for owner, name in file_writers():
         complete(owner, name, "filepath")
-    make_backups_atomic(_amended, doing("loading_alone"))
+    make_backups_atomic()
     share_directories()
 
 
@@ -98,18 +95,9 @@ def _call_unfinished(own: Callable[..., Any], call: inspect.BoundArguments, path
         with messages_about(str(name), final) if "format" in call.arguments else nullcontext():
             call.arguments[path] = str(name)
             result = own(*call.args, **call.kwargs)
-        if (amend := _amend.get()) is not None:
+        if (amend := thread.amending) is not None:
             amend(name)
     return result
-
-
-@contextmanager
-def _amended(amend: Callable[[Path], None]) -> Iterator[None]:
-    token = _amend.set(amend)
-    try:
-        yield
-    finally:
-        _amend.reset(token)
 
 
 def _block_of(path: Any, arguments: Mapping[str, Any]) -> AbstractContextManager[Path] | None:

@@ -4,8 +4,8 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from choros.durable import discard, unfinished
 from choros.training.keras_internals.fit import set_initial_epoch
 from choros.training.keras_internals.models import layers_of
 from choros.training.replaced import replaced
+from choros.training.thread import doing
 
 #: The attribute of a file of weights with the epoch of a backup.
 _BACKUP = "choros_backup"
@@ -65,17 +66,15 @@ def share_directories() -> None:
     file_utils.makedirs = makedirs
 
 
-def make_backups_atomic(
-    amended: Callable[[Callable[[Path], None]], AbstractContextManager[None]], alone: Callable[[Any], Any]
-) -> None:
-    """Makes ``BackupAndRestore`` save weights and epoch in one step, in the weights' file; Keras alone reads another.
-    ``amended`` is a block that completes each file, ``alone`` makes a function one by which a rank may load alone.
+def make_backups_atomic() -> None:
+    """Makes ``BackupAndRestore`` save weights and epoch in one step, in the weights' file; Keras alone reads another. A
+    rank may load one alone.
     """
     from keras.src.callbacks.backup_and_restore import BackupAndRestore
     from keras.src.utils import file_utils
 
     own_load, own_save, own_end = (
-        alone(BackupAndRestore._load_model),
+        doing("loading_alone")(BackupAndRestore._load_model),
         BackupAndRestore._save_model,
         BackupAndRestore.on_train_end,
     )
@@ -102,7 +101,7 @@ def make_backups_atomic(
             with h5py.File(file, "r+") as opened:
                 opened.attrs[_BACKUP] = metadata
 
-        with amended(note_epoch):
+        with doing("amending", note_epoch):
             backup.model.save_weights(filepath=str(weights), overwrite=True)
         with unfinished(text) as name:
             name.write_text(metadata)
