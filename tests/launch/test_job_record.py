@@ -28,7 +28,7 @@ def test_moments_are_as_far_apart_as_memory_allows():
 
 
 def test_a_record_has_no_variables_of_the_user():
-    record = JobRecord(["train"], 2, {"CHOROS_OVERLAP": "1", "HF_TOKEN": "secret"})
+    record = JobRecord(["train"], 2, {"CHOROS_OVERLAP": "1", "HF_TOKEN": "secret", "CHOROS_SECRET": "a secret key"})
     record.start(Start(1, "b", 7))
     record.note(RankProgress(1, steps=30, seconds=12.0, examples=60.0))
     record.show("chorosrun: rank 0 was killed.")

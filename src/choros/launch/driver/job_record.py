@@ -134,9 +134,11 @@ class JobRecord:
             "began": self.began,
             "ended": self.ended,
             "code": self.code,
-            # Not all variables: some may be secret.
+            # Not all variables: some may be secret, as one of these is.
             "settings": {
-                each.name: self.environment[each.name] for each in VARIABLES.values() if each.name in self.environment
+                each.name: self.environment[each.name]
+                for setting, each in VARIABLES.items()
+                if each.name in self.environment and setting != "secret"
             },
             "machine": {"host": os.uname().nodename, "cores": os.cpu_count(), "system": os.uname().release},
             "verdict": None if verdict is None else asdict(verdict),
