@@ -67,10 +67,11 @@ class PodJob:
         return self.ranks // (self.gpus or 1)
 
     def argv(self, *flags: str) -> list[str]:
-        """The command of a pod, with further flags of chorosrun."""
+        """The command of a pod, with further flags of chorosrun; Kubernetes makes ``$`` of ``$$``."""
         elastic = [] if self.least is None else ["--min-np", str(self.least)]
         commits = ["--commit-dir", _COMMITS, "--grace-period", str(_COMMITTING)] if self.claim else []
-        return ["chorosrun", *flags, "-np", str(self.ranks), *elastic, *commits, *self.command]
+        literal = [each.replace("$", "$$") for each in self.command]
+        return ["chorosrun", *flags, "-np", str(self.ranks), *elastic, *commits, *literal]
 
 
 def _indexed_job(job: PodJob, secret: str) -> list[Document]:

@@ -119,6 +119,23 @@ def test_the_files_are_what_the_command_prints(kind):
     assert policy["spec"]["ingress"] == [{"from": [{"podSelector": policy["spec"]["podSelector"]}]}]
 
 
+def expanded(text, environ):
+    """What a container gets of an argument: variables for ``$(NAME)``, and ``$`` for ``$$``."""
+    found = re.compile(r"\$(?:(\$)|\((.*?)\))")
+    return found.sub(lambda match: match[1] or environ.get(match[2], match[0]), text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_command_arrives_as_it_was_given(kind):
+    command = ["sh", "-c", "echo $$ $(CHOROS_SECRET) $HOME '$$(date)'; exec python train.py"]
+    code, out, err = printed("--np", 4, "--kind", kind, *command)
+    assert code == 0, err
+    lists = re.findall(r"^( *)(?:command|args):\n((?:\1- .*\n|\1  .*\n)+)", out, re.MULTILINE)
+    given = [yaml.safe_load(text) for _, text in lists if "train.py" in text]
+    arrived = [[expanded(each, {"CHOROS_SECRET": "key"}) for each in argv][-3:] for argv in given]
+    assert arrived == [command]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
