@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,12 @@ def test_every_case_has_choros_first() -> None:
         for program in programs:
             (command,) = program.start(2, program.argv)
             assert program.argv[-1] in command.argv
+
+
+def test_nothing_is_imported_from_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "choros.py").write_text("raise SystemExit('a module of another user')")
+    monkeypatch.chdir(tmp_path)
+    measure(LaunchCommand((sys.executable, "-c", "import choros")))
 
 
 def test_a_trial_lasts_until_the_end() -> None:

@@ -63,6 +63,14 @@ def test_a_machine_on_which_a_job_runs(modules):
     assert found["localhost", "torch"]["text"] == "PyTorch 9.8."
 
 
+def test_nothing_is_imported_from_the_current_directory(tmp_path):
+    """Which may be one in which other users can write."""
+    for name in (*FRAMEWORKS, "mpi4py"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    examined(cwd=tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_text_and_check_build(modules, tmp_path):
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\necho localhost:2\n")

@@ -210,7 +210,7 @@ def environ(framework: str) -> dict[str, str]:
 
 
 def choros_memory(*words: str, cwd: Path, framework: str = FRAMEWORKS[0]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "choros", "memory", *words]
+    command = [sys.executable, "-P", "-m", "choros", "memory", *words]
     return subprocess.run(command, cwd=cwd, env=environ(framework), capture_output=True, text=True, timeout=300)
 
 
@@ -253,6 +253,17 @@ def test_a_script_that_does_not_train(script: str, code: int, problem: str, tmp_
     assert (done.returncode, done.stdout) == (code, "")
     assert problem in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_nothing_is_imported_from_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "choros.py").write_text("raise SystemExit('a module of another user')")
+    script = tmp_path / "own" / "train.py"
+    script.parent.mkdir()
+    script.write_text("import beside")
+    (script.parent / "beside.py").write_text("raise SystemExit('the script has begun')")
+    done = choros_memory(str(script), "--np", "2", cwd=tmp_path)
+    assert "the script has begun" in done.stderr, done.stderr
 
 
 @pytest.mark.slow

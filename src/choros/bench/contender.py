@@ -23,6 +23,9 @@ _CONFINE = (
     "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); os.execv(sys.argv[2], sys.argv[2:])"
 )
 
+#: Python imports nothing from the current directory, which others may be able to write.
+SAFE = {"PYTHONSAFEPATH": "1"}
+
 
 @dataclass(frozen=True)
 class LaunchCommand:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from choros import durations
-from choros.bench.contender import CHOROS, ContenderFailed, chorosrun
+from choros.bench.contender import CHOROS, SAFE, ContenderFailed, chorosrun
 from choros.bench.process_group import run_to_end
 from choros.bench.report import Row, Table, grouped
 from choros.observe.processes import peak_bytes
@@ -37,7 +37,7 @@ def measure(framework: str, shard_state: bool, ranks: int, parameters: int) -> R
     """Trains in a job of its own, and returns what the rank needed that needs most; or raises ``ContenderFailed``."""
     with tempfile.TemporaryDirectory(prefix="choros-bench-") as directory:
         (command,) = chorosrun(ranks, ["-m", "choros.bench.memory", directory, str(parameters), str(shard_state)])
-        environ = {"KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        environ = {**SAFE, "KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"}
         run_to_end(replace(command, environ=environ), durations.BENCH_ANSWER)
         each = [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
     most = max(each, key=lambda figures: figures["peak"] - figures["before"])

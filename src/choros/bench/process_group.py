@@ -22,7 +22,7 @@ import psutil
 
 from choros import durations
 from choros.bench.channel import ADDRESS, BARRIER_BYTES, COORDINATOR, KEY
-from choros.bench.contender import Contender, ContenderFailed, LaunchCommand
+from choros.bench.contender import SAFE, Contender, ContenderFailed, LaunchCommand
 from choros.bench.figures import Trial, trial_of
 from choros.launch.processes import process_tree
 from choros.transport.channel import Channel, ChannelClosed, Listener
@@ -111,7 +111,7 @@ class ProcessGroup:
                 self._started.append(
                     subprocess.Popen(
                         [sys.executable, process_tree.__file__, str(os.getpid()), *_with_path(command.argv)],
-                        env={**os.environ, **self.contender.environ, **command.environ, **private},
+                        env={**os.environ, **SAFE, **self.contender.environ, **command.environ, **private},
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,

@@ -4,10 +4,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from choros import durations
-from choros.bench.contender import CHOROS, Contender, LaunchCommand, chorosrun, mpirun, plain, torchrun
+from choros.bench.contender import CHOROS, SAFE, Contender, LaunchCommand, chorosrun, mpirun, plain, torchrun
 from choros.bench.figures import Trial
 from choros.bench.process_group import run_to_end
 from choros.bench.report import Row, grouped
@@ -73,7 +74,7 @@ NOTES = ("÷: the contender's time divided by choros'; above 1, choros takes les
 def measure(command: LaunchCommand) -> Trial:
     """Runs ``command``, which must succeed; returns wall time, and CPU time of all its processes waited for."""
     began, before = time.perf_counter(), _cpu_seconds()
-    run_to_end(command, durations.BENCH_STARTUP)
+    run_to_end(replace(command, environ={**SAFE, **command.environ}), durations.BENCH_STARTUP)
     return Trial(time.perf_counter() - began, _cpu_seconds() - before)
 
 

@@ -205,7 +205,7 @@ def _survives(mpirun: Mpirun) -> bool:
 def _start(code: str, environ: Mapping[str, str]) -> subprocess.Popen[str] | PackageFacts:
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-P", "-c", code],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -92,7 +92,7 @@ def inspect_subject(path: Path, arguments: Sequence[str], batch: int | None) -> 
     problem = ""
     with tempfile.TemporaryDirectory(prefix="choros-memory-") as directory:
         file = Path(directory) / "findings.json"
-        argv = (sys.executable, "-m", "choros.memory.subject", str(file), *map(str, words))
+        argv = (sys.executable, "-P", "-m", "choros.memory.subject", str(file), *map(str, words))
         quiet = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")}
         try:
             run_to_end(LaunchCommand(argv, {**quiet, **_RELEASING}))

@@ -163,7 +163,7 @@ def run_script(findings: Path, script: str, *arguments: str) -> None:
     meter = StepMeter(findings)
     _after_import("keras", lambda keras: _watch(keras, meter))
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
+    sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
