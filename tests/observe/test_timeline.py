@@ -19,7 +19,14 @@ from choros.cli import choros as choros_command
 from choros.comm.recording import start_timeline, stop_timeline
 from choros.errors import ConfigError, NotInitializedError
 from choros.observe.events import Event, Kind
-from choros.observe.timeline import PartWriter, TimelinePart, part_path, parts_directory, read_part
+from choros.observe.timeline import (
+    PartWriter,
+    TimelinePart,
+    part_path,
+    parts_directory,
+    read_part,
+    remove_stale_parts,
+)
 from choros.settings import Config
 from choros.trace.cli import collective_times, rank_times, summary_text, waits_of
 from choros.trace.files import from_json, merge_parts, read_trace, to_json
@@ -45,6 +52,16 @@ def test_no_part_is_written_where_a_link_points(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         PartWriter(tmp_path / "run.json", 0, 1)
     assert not (tmp_path / "target").exists()
+
+
+def test_no_part_is_removed_where_a_link_points(tmp_path: Path) -> None:
+    own = parts_directory(tmp_path / "mine.json")
+    own.mkdir()
+    (own / "rank-3.jsonl").write_text("recorded")
+    parts_directory(tmp_path / "run.json").symlink_to(own)
+    with pytest.raises(OSError, match="Not a directory"):
+        remove_stale_parts(tmp_path / "run.json", 1)
+    assert (own / "rank-3.jsonl").exists()
 
 
 def test_a_part_has_what_was_written(tmp_path: Path) -> None:

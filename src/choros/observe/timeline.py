@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, final
 
 from choros.observe.events import Event, Kind, listen
-from choros.ownership import overwrite
+from choros.ownership import overwrite, owned_directory
 
 #: The kinds of events in a timeline. ``WAITING`` shows how long a rank has waited that is killed before its wait ends.
 RECORDED = (
@@ -67,8 +67,12 @@ def part_files(file: Path) -> dict[int, Path]:
 
 
 def remove_part(file: Path, rank: int) -> None:
-    """Removes the part of ``rank``, and the directory after the last one."""
-    part_path(file, rank).unlink(missing_ok=True)
+    """Removes the part of ``rank``, and the directory after the last one; an ``OSError`` if that is a link, or another
+    user's.
+    """
+    path = part_path(file, rank)
+    with suppress(FileNotFoundError), owned_directory(path.parent) as directory:
+        os.unlink(path.name, dir_fd=directory)
     with suppress(OSError):  # others have theirs
         parts_directory(file).rmdir()
 
