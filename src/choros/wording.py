@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 #: From which value on a unit is used, how large it is, and its name.
 _BYTES = tuple(
     (1 << shift, 1 << shift, f"{prefix}iB") for shift, prefix in ((40, "T"), (30, "G"), (20, "M"), (10, "K"))
 )
+#: Colours, and other sequences for a terminal, with their 8-bit forms.
+_CONTROLS = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SECONDS = ((7200, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (1e-3, 1e-3, "ms"))
+
+
+def without_controls(text: str) -> str:
+    """A text with which a terminal does nothing but show it: of control characters, it has newlines and tabs only.
+
+    >>> without_controls("\\x1b[31mdone\\x1b[0m\\x1b]0;title\\x07")
+    'done]0;title'
+    """
+    return _CONTROLS.sub("", text)
 
 
 def bytes_text(number: float) -> str:

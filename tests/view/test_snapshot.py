@@ -127,6 +127,20 @@ def test_a_table_has_all_of_it():
     assert lines[-2:] == ["chorosrun: rank 1 is slow.", "[0] Epoch 2"]
 
 
+def test_nothing_reaches_the_terminal_but_text():
+    """Neither of a metric's name, nor of what ranks have written or raised."""
+    record = JobRecord(["train", "\x1b]0;a\x07"], 1, {})
+    logs = {"loss\x1b]0;b\x07": 1.0}
+    details = {"logs": logs, "epoch": 1, "epochs": 2, "batch": 1, "batches": 2}
+    record.note_metrics(Event(Kind.METRICS, "", 0, BEGAN, details))
+    record.show("chorosrun: rank 0 failed:\nValueError: \x1b]52;c;c\x07\x1b[2J")
+    record.print("a\x9b2J b\x9d0;c\x9c d\x1b]0;e\x07\n".encode())
+    text = table(view_of(record.to_json(), BEGAN))
+    assert [each for each in text if not each.isprintable() and each != "\n"] == []
+    assert "loss]0;b 1\n" in text
+    assert "rank 0 failed:\nValueError: ]52;c;c\na b0;c d]0;e" in text
+
+
 def test_the_cells_of_a_bar_are_as_many_as_there_are():
     shares = {"computing": 0.334, "loading": 0.333, "waiting": 0.333}
     assert all(sum(cells(shares, width).values()) == width for width in range(100))

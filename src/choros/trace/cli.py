@@ -14,7 +14,7 @@ from choros.observe.timeline import parts_directory
 from choros.observe.verdict import aligned
 from choros.trace.files import merge_parts, read_trace
 from choros.trace.trace import BUCKETS, STEPS, Call, CallsOfCollective, Interval, Trace, collectives_of
-from choros.wording import seconds_text
+from choros.wording import seconds_text, without_controls
 
 _HELP = """\
 Reads the timeline FILE of a job: what each rank did when.
@@ -213,7 +213,7 @@ def _ranks_table(ranks: Sequence[RankTimes]) -> str:
     rows = [
         [
             str(each.rank),
-            each.host,
+            without_controls(each.host),
             _time(each.recorded),
             *(
                 text
@@ -249,7 +249,7 @@ def _waits_table(waits: Sequence[WaitsForRank]) -> str:
 def _collectives_table(collectives: Sequence[tuple[str, str, int, int, int, int]]) -> str:
     head = ["collective", "kind", "times", "waiting", "transferring", "bytes"]
     rows = [
-        [_shortened(name), kind, str(times), _time(waiting), _time(transferring), f"{sent:,}"]
+        [_shortened(name), _shortened(kind), str(times), _time(waiting), _time(transferring), f"{sent:,}"]
         for name, kind, times, waiting, transferring, sent in collectives
     ]
     return "\n".join(aligned([head, *rows], left={0, 1}))
@@ -264,4 +264,5 @@ def _time(nanoseconds: float) -> str:
 
 
 def _shortened(name: str) -> str:
+    name = " ".join(without_controls(name).split())
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"

@@ -10,7 +10,7 @@ from typing import Any
 from choros import durations
 from choros.observe.progress import PARTS
 from choros.observe.verdict import aligned, tells_examples
-from choros.wording import bytes_text, count_text
+from choros.wording import bytes_text, count_text, without_controls
 
 Record = Mapping[str, Any]
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -69,7 +69,7 @@ def view_of(record: Record, now: float, earlier: Record | None = None) -> JobVie
         ranks=tuple(_rank_of(number, rank, older.get(str(number)), newest) for number, rank in ranks),
         metrics=_metrics_of(record["metrics"]),
         verdict=tuple(record["lines"]),
-        messages=tuple(text for _, text in record["messages"]),
+        messages=tuple(without_controls(text) for _, text in record["messages"]),
         output=tuple(record["output"]),
     )
 
@@ -79,7 +79,8 @@ def _title(record: Record, now: float) -> str:
     where = f" on {hosts} hosts" if hosts > 1 else ""
     end = "" if code is None else f", ended with exit code {code}"
     took = duration((record["ended"] or now) - record["began"])
-    return f"{count_text(size, 'rank')}{where}, {took}{end}: {' '.join(' '.join(record['command']).split())}"
+    command = without_controls(" ".join(" ".join(record["command"]).split()))
+    return f"{count_text(size, 'rank')}{where}, {took}{end}: {command}"
 
 
 def _rank_of(number: int, rank: Record, earlier: Record | None, newest: float) -> RankView:
@@ -143,7 +144,7 @@ def _metrics_of(moments: Sequence[Record]) -> Mapping[str, tuple[float, ...]]:
     names = dict.fromkeys(name for each in reversed(moments) for name in each["logs"])
     ordered = sorted(names, key=lambda name: (name != "loss", name != "val_loss"))
     return {
-        name: tuple(
+        without_controls(name): tuple(
             float("nan") if (value := each["logs"][name]) is None else value for each in moments if name in each["logs"]
         )
         for name in ordered

@@ -22,7 +22,7 @@ from choros.observe.events import Event
 from choros.observe.progress import BUCKETS, PARTS, RECORD_FORMAT, SERIES, RankProgress, limit_of
 from choros.observe.verdict import goodput_of, goodput_text, verdict_of, verdict_text
 from choros.settings import VARIABLES
-from choros.wording import ranks_text
+from choros.wording import ranks_text, without_controls
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -33,8 +33,6 @@ _MOST = 600
 _MOST_MESSAGES = 1000
 #: The last bytes of the output.
 _MOST_OUTPUT = 1 << 14
-#: Colours, and other sequences for a terminal.
-_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]")
 _Noted = TypeVar("_Noted")
 
 
@@ -200,7 +198,7 @@ def screen_lines(data: bytes) -> list[str]:
     ['2 %', 'done']
     """
     lines = data.decode("utf-8", "replace").replace("\r\n", "\n").split("\n")
-    shown = [_ESCAPES.sub("", line.rstrip("\r").rpartition("\r")[2]).expandtabs() for line in lines]
+    shown = [without_controls(line.rstrip("\r").rpartition("\r")[2]).expandtabs() for line in lines]
     return shown if shown[-1] else shown[:-1]
 
 
