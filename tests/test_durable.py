@@ -72,6 +72,7 @@ def test_the_next_write_removes_what_killed_processes_have_left_and_nothing_of_l
     assert len(names(tmp_path)) == 1
     other = tmp_path / ".unfinished.another-host.x"
     (other / "part").mkdir(parents=True)
+    other.chmod(0o1700)
     with unfinished(tmp_path / "one.txt") as one:
         with unfinished(tmp_path / "two.txt") as two:
             two.write_text("2")
@@ -97,6 +98,21 @@ def test_what_others_plant_beside_it_is_neither_waited_for_nor_used(tmp_path: Pa
         one.write_text("1")
     assert names(private) == [".former", "thesis"]
     assert (tmp_path / "one.txt").read_text() == "1"
+
+
+def test_a_directory_that_others_have_renamed_is_not_removed(tmp_path: Path) -> None:
+    """As all who can write in the directory above can: that of a group, for example."""
+    own = tmp_path / "thesis"
+    own.mkdir()
+    (own / "chapter").write_text("mine")
+    own = own.rename(tmp_path / f".unfinished.{HOST}.x")
+    with unfinished(tmp_path / "one.txt") as one:
+        one.write_text("1")
+    assert (own / "chapter").read_text() == "mine"
+    (own / "chapter").unlink()
+    with unfinished(tmp_path / "one.txt") as one:
+        one.write_text("1")
+    assert names(tmp_path) == ["one.txt"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
@@ -126,6 +142,7 @@ def test_directories_are_replaced_where_their_names_cannot_be_exchanged(tmp_path
     # A process that was killed between the two renames.
     left = tmp_path / f".unfinished.{HOST}.x"
     left.mkdir()
+    left.chmod(0o1700)
     path.replace(left / ".former")
     (left / "saved").mkdir()
     (left / "saved" / "weights").write_text("3")

@@ -8,7 +8,8 @@
                                       └─ 1 flushed   2 renamed to DIRECTORY/NAME   3 DIRECTORY is flushed
 
 Whatever ends the process, or the machine, in between: DIRECTORY/NAME is the last complete one. What killed
-processes leave behind, the next write in the directory removes.
+processes leave behind, the next write in the directory removes; not what has such a name because another user, who
+can write in DIRECTORY, has renamed it: the directory's mode, which only its owner can set, is one that no other has.
 """
 
 import ctypes
@@ -26,6 +27,8 @@ from choros import durations
 from choros.ownership import followed, owned_directory
 
 _PREFIX = ".unfinished."
+#: The mode of a directory made here: its sticky bit has no effect, as nobody else can enter it.
+_MODE = 0o1700
 #: The former content of a directory whose name a file system cannot exchange in one step.
 _FORMER = ".former"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -71,6 +74,8 @@ def workplace(parent: Path) -> Iterator[Path]:
     for left in parent.glob(f"{_PREFIX}*"):
         _remove_if_abandoned(left)
     directory, lock = _locked(parent)
+    with suppress(OSError):  # the file system has no such modes
+        os.fchmod(lock, _MODE)
     try:
         yield directory
     finally:
@@ -187,13 +192,18 @@ def _remove_if_abandoned(directory: Path) -> None:
     """Removes what a process that was killed has left; completes what it had flushed, and was about to rename."""
     # Others may write beside it: each step is relative to the directory that is this user's.
     with suppress(OSError), owned_directory(directory) as descriptor:
-        if _is_abandoned(directory.name, descriptor):
+        if _was_made_here(descriptor) and _is_abandoned(directory.name, descriptor):
             names = os.listdir(descriptor)
             for name in names if _FORMER in names else ():
                 if name != _FORMER and not (final := directory.parent / name).exists():
                     os.rename(name, final, src_dir_fd=descriptor)
             shutil.rmtree(".", ignore_errors=True, dir_fd=descriptor)
             directory.rmdir()
+
+
+def _was_made_here(descriptor: int) -> bool:
+    """Whether it has the mode; one that is empty may have been left before it had."""
+    return os.fstat(descriptor).st_mode & 0o1777 == _MODE or not os.listdir(descriptor)
 
 
 def _is_abandoned(name: str, descriptor: int) -> bool:

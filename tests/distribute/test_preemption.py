@@ -92,7 +92,9 @@ def test_steps_are_counted_and_only_the_last_checkpoint_is_kept(tmp_path: Path) 
         steps = Steps()
         handler = PreemptionCheckpointHandler(None, steps, tmp_path, TerminationConfig(exit_fn=end))
         assert (handler.total_run_calls, steps) == (begin, list(range(begin)))
-        (tmp_path / f".unfinished.{os.uname().nodename}.x" / "run-9").mkdir(parents=True)  # of a job that was killed
+        left = tmp_path / f".unfinished.{os.uname().nodename}.x"  # of a job that was killed
+        (left / "run-9").mkdir(parents=True)
+        left.chmod(0o1700)
         assert handler.run(lambda number: number, 7) == 7
         steps.append(begin)
         steps.append(begin + 1)

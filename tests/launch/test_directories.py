@@ -61,8 +61,9 @@ def test_only_unlocked_directories_are_stale(tmp_path):
         "d = Directory.acquire(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     held = tmp_path / "choros-job-held"
-    (tmp_path / "choros-job-stale").mkdir()
-    (tmp_path / "choros-session-stale" / "deep").mkdir(parents=True)
+    for stale in (tmp_path / "choros-job-stale", tmp_path / "choros-session-stale"):
+        stale.mkdir(mode=0o700)
+        (stale / "deep").mkdir()
     (tmp_path / "choros-unrelated").mkdir()
     command = [sys.executable, "-c", hold, str(held)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -73,6 +74,16 @@ def test_only_unlocked_directories_are_stale(tmp_path):
         other.wait()
         remove_stale(tmp_path)
     assert os.listdir(tmp_path) == ["choros-unrelated"]
+
+
+def test_a_directory_that_others_have_renamed_is_not_stale(tmp_path):
+    """As they can where all can write, and no sticky bit forbids it."""
+    for kind in ("session", "job"):
+        own = tmp_path / f"choros-{kind}-0123456789ab"
+        own.mkdir(mode=0o755)
+        (own / "chapter").write_text("mine")
+    remove_stale(tmp_path)
+    assert len(list(tmp_path.glob("*/chapter"))) == 2
 
 
 def test_a_directory_that_another_job_has_removed_and_a_new_one_made_again_is_not_stale(tmp_path, monkeypatch):
