@@ -174,6 +174,26 @@ def test_listening_at_a_used_address_is_an_error(address):
     listener.close()
 
 
+def test_a_listener_goes_on_when_a_thread_could_not_be_started(address, monkeypatch):
+    """As when other processes of a container, or of the user, have all that are allowed."""
+    listener = Listener(address, KEY, NAMES[1], echo)
+    start = threading.Thread.start
+    failures = iter(range(2))
+
+    def fail(thread):
+        if next(failures, None) is None:
+            start(thread)
+        else:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    channel = connect(address, KEY, *NAMES, 20)
+    channel.send("message")
+    assert channel.receive() == "message"
+    channel.close()
+    listener.close()
+
+
 def test_connect_waits_for_the_listener_to_start(address):
     later = threading.Timer(0.2, lambda: Listener(address, KEY, NAMES[1], echo))
     later.start()

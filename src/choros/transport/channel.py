@@ -354,11 +354,22 @@ class Listener:
                 full = len(self._unproven) > _UNPROVEN
             if full:
                 self._close_oldest()
-            self._start(self._greet, end, f"the process at {address[0]}" if address else "a process of this host")
+            peer = f"the process at {address[0]}" if address else "a process of this host"
+            try:
+                self._start(self._greet, end, peer)
+            except RuntimeError:  # too many threads or processes: who has connected may try again
+                self._end_unproven(end)
+                self._close_oldest()
+                time.sleep(durations.LISTENER_PAUSE)
 
     def _close_oldest(self) -> None:
         with self._lock, contextlib.suppress(OSError, IndexError):
             self._unproven.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
+
+    def _end_unproven(self, end: socket.socket) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._unproven.remove(end)
+        end.close()
 
     def _greet(self, end: socket.socket, peer: str) -> None:
         try:
