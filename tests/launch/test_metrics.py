@@ -4,12 +4,15 @@ import json
 import re
 import socket
 import sys
+import threading
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
+from choros import durations
 from choros.errors import ConfigError
 from choros.launch.driver.job_record import JobRecord, served
 from choros.launch.protocol.frames import Start
@@ -50,6 +53,18 @@ def test_what_is_served():
     assert "choros_ranks 2.0" in text
     with pytest.raises(OSError, match="refused"):
         read(shown[0].rpartition(" ")[2])
+
+
+def test_who_connects_and_says_nothing_takes_few_threads_for_a_moment(monkeypatch):
+    monkeypatch.setattr(durations, "CONTROL", 1.0)
+    shown, before = [], threading.active_count()
+    with served(record(), "127.0.0.1:0", shown.append), ExitStack() as stack:
+        address = ("127.0.0.1", int(re.search(r":(\d+)/", shown[0])[1]))
+        silent = [stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(40)]
+        assert [each.recv(1) for each in silent[20:]] == [b""] * 20
+        assert threading.active_count() - before < 20
+        assert [each.recv(1) for each in silent] == [b""] * 40
+        assert "choros_ranks 2.0" in read(shown[0].rpartition(" ")[2])
 
 
 def test_the_dashboard_asks_for_what_is_served():

@@ -8,13 +8,15 @@ import json
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from choros import durations
 from choros.durable import unfinished
 from choros.errors import ConfigError
 from choros.launch.protocol.frames import Start
@@ -25,6 +27,8 @@ from choros.settings import VARIABLES
 from choros.wording import ranks_text, without_controls
 
 if TYPE_CHECKING:
+    import socket
+
     from prometheus_client.core import Metric
 
 
@@ -33,6 +37,8 @@ _MOST = 600
 _MOST_MESSAGES = 1000
 #: The last bytes of the output.
 _MOST_OUTPUT = 1 << 14
+#: How many may read the job's numbers at a time.
+_MOST_READERS = 16
 _Noted = TypeVar("_Noted")
 
 
@@ -220,6 +226,28 @@ def _parsed(text: str) -> tuple[str, int]:
     return (match["host"] or "127.0.0.1").strip("[]"), int(match["port"])
 
 
+def _limit_readers(server: Any) -> None:
+    """Lets a few read at a time, none of which may be slow: any user of this machine can connect, and say nothing."""
+    free, begin = threading.BoundedSemaphore(_MOST_READERS), server.process_request
+
+    def begin_if_free(request: socket.socket, address: Any) -> None:
+        if not free.acquire(blocking=False):
+            server.shutdown_request(request)
+            return
+        request.settimeout(durations.CONTROL)
+        begin(request, address)
+
+    def serve(request: socket.socket, address: Any) -> None:
+        try:
+            with suppress(OSError):  # it is too slow, or has gone
+                server.finish_request(request, address)
+        finally:
+            server.shutdown_request(request)
+            free.release()
+
+    server.process_request, server.process_request_thread = begin_if_free, serve
+
+
 @contextmanager
 def served(record: JobRecord, text: str | None, show: Callable[[str], None]) -> Iterator[None]:
     """A context in which Prometheus finds the job's numbers at the address ``text``, if there is one."""
@@ -237,6 +265,7 @@ def served(record: JobRecord, text: str | None, show: Callable[[str], None]) -> 
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
         raise ConfigError(f"--metrics-port {text}: {host}:{port} cannot be opened: {error}.") from error
+    _limit_readers(server)
     shown = f"[{host}]" if ":" in host else host
     show(f"chorosrun: metrics at http://{shown}:{server.server_port}/metrics")
     try:
