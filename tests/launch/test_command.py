@@ -64,7 +64,7 @@ def test_open_mpi_5_on_remote_hosts():
     assert argv_of(REMOTE, environ=ENVIRON, root=True) == (
         *("/bin/mpirun", "--allow-run-as-root", "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"),
         *("--prtemca", "prte_local_tmpdir_base", "/tmp/s"),
-        *("--prtemca", "plm_ssh_agent", "ssh -o BatchMode=yes -p 2222"),
+        *("--prtemca", "plm_ssh_agent", "ssh -o BatchMode=yes -p 2222", "--prtemca", "plm_ssh_no_tree_spawn", "1"),
         *("--prtemca", "oob_tcp_keepalive_time", "1", "--prtemca", "oob_tcp_keepalive_intvl", "1"),
         *("--prtemca", "oob_tcp_keepalive_probes", "3"),
         *("--prtemca", "prte_if_include", "eth0,eth1", "--mca", "btl_tcp_if_include", "eth0,eth1"),
@@ -85,7 +85,7 @@ def test_open_mpi_4_on_remote_hosts():
         *("/bin/mpirun", "--bind-to", "none", "--map-by", "slot", "--oversubscribe"),
         *("--mca", "orte_local_tmpdir_base", "/tmp/s"),
         *("--mca", "ess_base_forward_signals", "SIGALRM,SIGABRT,SIGURG,SIGUSR1,SIGUSR2,SIGPROF"),
-        *("--mca", "plm_rsh_agent", "ssh -o BatchMode=yes -p 2222"),
+        *("--mca", "plm_rsh_agent", "ssh -o BatchMode=yes -p 2222", "--mca", "plm_rsh_no_tree_spawn", "1"),
         *("--mca", "oob_tcp_keepalive_time", "1", "--mca", "oob_tcp_keepalive_intvl", "1"),
         *("--mca", "oob_tcp_keepalive_probes", "3"),
         *("--mca", "oob_tcp_if_include", "eth0,eth1", "--mca", "btl_tcp_if_include", "eth0,eth1"),

@@ -47,8 +47,9 @@ class MpiImplementation:
         arguments += [*mapping, self.mca, self.directory, session, *self.forwarding]
         if job.remote:
             arguments += [self.mca, self.agent, " ".join(job.ssh.argv())]
-            if job.ssh.command:  # it may work on this host alone; with ssh, daemons start others from 64 hosts on
-                arguments += [self.mca, self.agent.replace("agent", "no_tree_spawn"), "1"]
+            # From 65 hosts on, daemons would start others; but they get no more of the login than what precedes a "=",
+            # and it may work on this host alone.
+            arguments += [self.mca, self.agent.replace("agent", "no_tree_spawn"), "1"]
             asking = {**_KEEPALIVE, "oob_tcp_keepalive_probes": str(max(_FEWEST_QUESTIONS, round(silence)))}
             arguments += [text for name, value in asking.items() for text in (self.mca, name, value)]
         if job.network_interfaces:
