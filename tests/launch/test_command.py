@@ -74,6 +74,12 @@ def test_open_mpi_5_on_remote_hosts():
     )
 
 
+@pytest.mark.parametrize("ssh", [Ssh(identity_file="/my keys/id"), Ssh(command=("/my programs/login",))])
+def test_a_login_with_spaces_would_be_one_to_another_host(ssh):
+    with pytest.raises(ConfigError, match="that have no spaces"):
+        argv_of(replace(REMOTE, ssh=ssh))
+
+
 @pytest.mark.parametrize(("seconds", "questions"), [("2", "3"), ("29.6", "30")])
 def test_mpiruns_daemons_wait_for_a_silent_host_as_long_as_ranks_do(seconds, questions):
     argv = argv_of(replace(REMOTE, environment={"CHOROS_UNREACHABLE_SECONDS": seconds}))

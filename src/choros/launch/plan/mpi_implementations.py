@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from choros.errors import ConfigError
@@ -46,7 +46,7 @@ class MpiImplementation:
         arguments += ["--allow-run-as-root"] if root else []
         arguments += [*mapping, self.mca, self.directory, session, *self.forwarding]
         if job.remote:
-            arguments += [self.mca, self.agent, " ".join(job.ssh.argv())]
+            arguments += [self.mca, self.agent, _unquoted(job.ssh.argv())]
             # From 65 hosts on, daemons would start others; but they get no more of the login than what precedes a "=",
             # and it may work on this host alone.
             arguments += [self.mca, self.agent.replace("agent", "no_tree_spawn"), "1"]
@@ -88,6 +88,17 @@ OPEN_MPI_4 = MpiImplementation(
 )
 MPICH = MpiImplementation("MPICH", ("-bind-to", "none"), _HYDRA_SIGNALS)
 INTEL_MPI = MpiImplementation("Intel MPI", ("-genv", "I_MPI_PIN", "0"), _HYDRA_SIGNALS)
+
+
+def _unquoted(login: Sequence[str]) -> str:
+    """The login's command as mpirun takes it, which splits it at each space: what follows one would be the host."""
+    for each in login:
+        if not each or re.search(r"\s", each):
+            raise ConfigError(
+                f"{each!r}: mpirun takes a program and arguments for the login that have no spaces. Make a link "
+                "without one to the file, put the key in ~/.ssh/config, or give --ssh-command the path of a script."
+            )
+    return " ".join(login)
 
 
 def _is_loopback(interface: str) -> bool:
