@@ -80,6 +80,11 @@ def test_a_login_with_spaces_would_be_one_to_another_host(ssh):
         argv_of(replace(REMOTE, ssh=ssh))
 
 
+def test_no_shell_of_another_host_gets_what_it_would_execute():
+    with pytest.raises(ConfigError, match="shells of other hosts"):
+        OPEN_MPI_5.arguments(REMOTE, "/tmp/$(touch ran)/choros-session-a", root=False, forward=[], silence=3.0)
+
+
 @pytest.mark.parametrize(("seconds", "questions"), [("2", "3"), ("29.6", "30")])
 def test_mpiruns_daemons_wait_for_a_silent_host_as_long_as_ranks_do(seconds, questions):
     argv = argv_of(replace(REMOTE, environment={"CHOROS_UNREACHABLE_SECONDS": seconds}))

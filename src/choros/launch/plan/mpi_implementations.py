@@ -46,6 +46,11 @@ class MpiImplementation:
         arguments += ["--allow-run-as-root"] if root else []
         arguments += [*mapping, self.mca, self.directory, session, *self.forwarding]
         if job.remote:
+            if re.search(r'["$`\\\n]', session):  # mpirun puts it between double quotes
+                raise ConfigError(
+                    f"{session!r} has characters that the shells of other hosts would execute: set TMPDIR to a "
+                    "directory without them."
+                )
             arguments += [self.mca, self.agent, _unquoted(job.ssh.argv())]
             # From 65 hosts on, daemons would start others; but they get no more of the login than what precedes a "=",
             # and it may work on this host alone.
