@@ -668,6 +668,27 @@ def test_a_job_grows_in_fit():
     assert new_ranks_of_fit("torch", "strategy", "", "-H", "localhost:4", "-np", 1, "--max-np", 3) == {1, 2}
 
 
+def test_a_job_ends_before_the_rank_by_which_it_would_grow_has_come(tmp_path):
+    """No rank is lost, but MPI would wait for that process for ever."""
+    script = f"""
+import time, choros
+from pathlib import Path
+from choros.comm import Reduction, global_process_set, opening
+come = Path({str(tmp_path / "come")!r})
+choros.init()
+communicator = global_process_set.communicator
+if communicator.is_new:
+    come.touch()
+    time.sleep(5)
+else:
+    with opening():
+        while not communicator.allreduce(float(come.exists()), Reduction.MAX):
+            pass
+"""
+    ended = run("-H", "localhost:4", "-np", 2, "--min-np", 1, "--max-np", 3, sys.executable, "-c", script)
+    assert ended.code == 0, ended.err
+
+
 def test_a_new_rank_has_the_noise_scale_of_the_others(monkeypatch):
     monkeypatch.setenv("CHOROS_NOISE_SCALE", "3")
     assert new_ranks_of_fit("torch", "strategy", "1@5", "-np", 3) == {1}

@@ -424,7 +424,7 @@ def finalize() -> None:
         _job.admissions.end()
     while len(_meet(_job.world, leaves=True)) < _job.world.Get_size():
         pass  # others have called init() again: it raises an error there
-    if _job.has_lost:
+    if _job.has_lost or (_job.admissions is not None and _job.admissions.may_grow):
         see_off(_job.world)
     else:
         MPI.Finalize()
@@ -459,8 +459,8 @@ def _long_wait(what: str, comm: MPI.Intracomm) -> Awaited:
 
 
 class _MpiJob:
-    """The job of this process. If it ``has_lost`` ranks, MPI cannot be finalized: Open MPI sometimes waits for them.
-    ``world`` has those left, to meet at the end; ``communicator`` may be closed by then.
+    """The job of this process. If it ``has_lost`` ranks, or may start new ones, MPI cannot be finalized: Open MPI waits
+    for them. ``world`` has those left, to meet at the end; ``communicator`` may be closed by then.
     """
 
     communicator: MpiCommunicator | None = None

@@ -238,6 +238,11 @@ class Admissions:
         self._has_far = False
         self._warned = False
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether new ranks may be started though none is lost; the same on all ranks."""
+        return len(self._slots.hosts) > self._slots.size
+
     @contextmanager
     def opening(self) -> Iterator[None]:
         """An opening; all ranks enter it at the same place of the program."""
