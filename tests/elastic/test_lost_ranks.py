@@ -257,6 +257,13 @@ def test_a_scaled_loss_of_which_some_ranks_have_no_rows(framework):
     assert [(report["size"], report["wrong"]) for report in reports] == [(3, {})] * 3, ended.err
 
 
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.nightly)])
+def test_micro_batches_of_a_scaled_loss_are_not_lost_with_a_rank(framework):
+    """13 an epoch: one is left over; rank 1 is lost before the next epoch's first update."""
+    _, reports = fit(framework, "1@13", scaled=1, micro_batches=2)
+    assert [(report["size"], report["wrong"]) for report in reports] == [(2, {})] * 2
+
+
 @pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=pytest.mark.nightly)])
 def test_the_next_rank_0_goes_on_with_what_only_rank_0_prints_and_writes(framework, tmp_path):
     ended, reports = fit(framework, "0@17", ranks=2, least=1, directory=tmp_path, verbose=2)

@@ -120,6 +120,9 @@ OPTIMIZERS = {
     "plain": lambda: keras.optimizers.SGD(0.12),
     "accumulating": lambda: keras.optimizers.Adam(0.01, clipnorm=0.2, gradient_accumulation_steps=2),
     "accumulating_sgd": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "accumulating_scaled": lambda: keras.optimizers.LossScaleOptimizer(
+        OPTIMIZERS["accumulating_sgd"](), initial_scale=1024.0, dynamic_growth_steps=3
+    ),
     "adam": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5),
     "adamw_ema": lambda: keras.optimizers.AdamW(0.01, clipnorm=0.3, use_ema=True, ema_overwrite_frequency=3),
 }
@@ -628,6 +631,10 @@ def case_accumulation_over_uneven_batches():
     """Micro-batches have the same weight, whatever their sizes; those left over count in the next epoch."""
     for n in (UNEVEN, 2 * BATCH + 1):  # five batches, and three: a rank has none of the last
         check_transparent("accumulating", n, hvd.shard(data(n), batch_size=BATCH))
+
+
+def case_a_loss_scale_that_grows_between_micro_batches():
+    check_transparent("accumulating_scaled", UNEVEN, hvd.shard(data(UNEVEN), batch_size=BATCH))
 
 
 def check_backward_passes(rate: float, n: int, *, average: bool) -> None:

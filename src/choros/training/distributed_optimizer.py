@@ -116,7 +116,7 @@ class _DistributedMixin:
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         reducer = _reducer(self)
-        micro_batches = apply_count(self) if reducer.reducer.config.micro_batches > 1 else 0
+        micro_batches = _micro_batches_before(self)
         reduced: list[Any] = reducer.reduce(list(gradients), variables, trained_by(self), micro_batches)
         return reduced
 
@@ -149,15 +149,11 @@ class _DistributedMixin:
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """``apply`` as JAX's trainer calls it; Keras' own calls ``apply``, ``LossScaleOptimizer``'s does not."""
-        optimizer: Any = self
         if _reducer(self).slices is not None:
             return _stateless_apply_in_slices(self, optimizer_variables, grads, trainable_variables)
         if isinstance(self, keras.optimizers.LossScaleOptimizer):
-            mapping = list(zip(optimizer.variables, optimizer_variables, strict=True))
-            with keras.StatelessScope(state_mapping=mapping):
-                micro_batches = keras.ops.convert_to_tensor(apply_count(self))
             reducer = _reducer(self)
-            grads = reducer.reduce(grads, trained_variables(self), (), micro_batches)
+            grads = reducer.reduce(grads, trained_variables(self), (), _micro_batches_before(self))
             updated = super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
             return reducer.compare(trained_variables(self), updated[0]), updated[1]
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
@@ -176,6 +172,16 @@ class _DistributedMixin:
                 "already. Register it before the optimizer is built, or leave shard_state out."
             )
         _reducer(self).local.append(var)
+
+
+def _micro_batches_before(optimizer: Any) -> Any:
+    """The calls of ``apply`` before this one, after the last of which gradients are reduced; with a loss scale they are
+    in each: between two micro-batches the scale may change, and Keras leaves out one that overflows.
+    """
+    micro_batches = _reducer(optimizer).reducer.config.micro_batches
+    if micro_batches > 1 and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return apply_count(optimizer)
+    return micro_batches - 1
 
 
 def _is_in_fit(reducer: OptimizerReducer) -> bool:
