@@ -44,6 +44,17 @@ def test_a_job_ends_where_only_some_ranks_have_another_batch(tmp_path):
     assert [(report["wrong"], report["rows"]) for report in reports] == [({}, [193.0] * 3)] * 3
 
 
+def test_a_job_of_local_sgd_ends_where_only_some_ranks_have_another_batch(tmp_path):
+    """After the epoch, as it cannot commit in one, where ranks have weights of their own."""
+    flags = ("-np", 3, "--min-np", 1, "--no-prefix-output", "--commit-dir", tmp_path, sys.executable)
+    script = Path(__file__).with_name("local_sgd_script.py")
+    ended = run(*flags, script, "asks", env=TORCH, warm=True)
+    assert ended.code == 75, ended.err
+    ended = run(*flags, script, "goes on", env=TORCH, warm=True)
+    assert (ended.code, ended.out.split()) == (0, ["3"] * 3), ended.err
+    assert "training goes on after epoch 1" in ended.err
+
+
 def test_a_job_ends_before_its_first_step(tmp_path):
     """On TensorFlow, which creates metrics in it."""
     commits = ("--commit-dir", tmp_path)

@@ -25,7 +25,9 @@ import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
 
-from choros.comm import END, LEAVES, Request, global_process_set, is_initialized, leave_alone
+import numpy as np
+
+from choros.comm import END, LEAVES, Reduction, Request, global_process_set, is_initialized, leave_alone
 from choros.comm.request import CollectiveSpec
 from choros.errors import PREEMPTED
 from choros.observe import MOVE
@@ -143,6 +145,12 @@ def _on_move(number: int, _frame: FrameType | None) -> None:
 def job_ends() -> bool:
     """Whether the job was asked to end: the same on all ranks that have made the same collectives."""
     return bool(global_process_set.communicator.noticed & END)
+
+
+def all_are_here() -> bool:
+    """Whether no rank has joined the others, as at the end of its batches; those that have not call it together."""
+    communicator = global_process_set.communicator
+    return bool(communicator.allreduce(np.ones(()), Reduction.SUM, name="ranks here") == communicator.size)
 
 
 def end_job(commit: Callable[[], None]) -> None:

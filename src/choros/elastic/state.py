@@ -15,7 +15,7 @@ from choros.comm.context import rank
 from choros.elastic import job
 from choros.elastic.commit_store import CommitStore
 from choros.elastic.job import HostUpdate
-from choros.elastic.preemption import end_job, job_ends, leave_if_asked
+from choros.elastic.preemption import all_are_here, end_job, job_ends, leave_if_asked
 from choros.errors import HostsUpdatedInterrupt
 from choros.observe.progress import page
 from choros.parallel.objects import broadcast_object, object_of_first
@@ -99,7 +99,7 @@ class State:
         """
         known = max(self._update, job.pending())
         communicator = global_process_set.communicator
-        if job_ends() and communicator.allreduce(np.ones(()), Reduction.SUM, name="ranks here") == communicator.size:
+        if job_ends() and all_are_here():
             end_job(self._commit)  # else some have joined the others, and come to the next call
         update = int(communicator.allreduce(np.array(int(known)), Reduction.MAX, name="hosts updated"))
         if update and not communicator.not_joined:  # else as above

@@ -21,7 +21,7 @@ from choros.comm import NEWCOMER, global_process_set, on_change, openings
 from choros.comm.primitives import Change
 from choros.data.epochs import EpochData
 from choros.data.plan import Ledger, ShardBatches
-from choros.elastic.preemption import end_job, job_ends, leave_if_asked, watch_signals
+from choros.elastic.preemption import all_are_here, end_job, job_ends, leave_if_asked, watch_signals
 from choros.errors import PeerLostError
 from choros.parallel.identical import digest
 from choros.parallel.structure import leaves, map_structure
@@ -180,6 +180,8 @@ class ElasticEpochs:
         while communicator.noticed or communicator.is_new:
             self._before = None  # others may make steps meanwhile
             if self.job_ends:
+                if not self._steps.optimizers and not all_are_here():
+                    break  # LocalSGDCallback alone knows how to end an epoch's batches
                 self._steps.end_batches()  # as ranks without batches do, which come back, too
             self._end_if_asked()
             if self.admit is None or not communicator.noticed & NEWCOMER or not self._has_place:
