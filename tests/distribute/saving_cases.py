@@ -15,6 +15,8 @@ import pytest
 import choros
 from choros import distribute
 from choros.errors import StrategyError
+from choros.observe import events
+from choros.observe.events import Kind
 from choros.parallel.objects import allgather_object, broadcast_object
 
 BACKEND = keras.backend.backend()
@@ -81,6 +83,15 @@ def build() -> keras.Model:
 def directory() -> Path:
     """Returns an empty directory, the same for all processes."""
     return Path(broadcast_object(tempfile.mkdtemp() if choros.rank() == 0 else None))
+
+
+def events_of(call) -> list:
+    """Returns the events that ``call`` emits."""
+    seen = []
+    stop = events.listen(seen.append)
+    call()
+    stop()
+    return seen
 
 
 def writers(write) -> list[bool]:
@@ -390,3 +401,49 @@ def case_checkpoints_made_outside_of_the_scope():
     own = tf.train.CheckpointManager(checkpoint, path / f"{choros.rank()}", 1)
     assert Path(own.save()).parent.name == f"{choros.rank()}"
     assert counter.written > 0
+
+
+def case_checkpoints_and_saved_models_of_tensorflows_modules():
+    """What is marked are the variables that were created in the scope."""
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    class Layer(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = tf.Variable([2.0])
+
+    class Model(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [Layer()]
+
+        @tf.function(input_signature=[tf.TensorSpec((), "float32")])
+        def __call__(self, x):
+            return x * self.layers[0].weight
+
+    path, here, how = directory(), strategy(), tf.VariableAggregation
+    with here.scope():
+        model = Model()
+        rows = tf.Variable(0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=how.SUM)
+    assert here.extended.variable_created_in_scope(rows)
+    assert not here.extended.variable_created_in_scope(tf.Variable(3))
+    rows.assign(3)
+    checkpoint = tf.train.Checkpoint(model=model)
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(rows=rows), path / "managed", 2)
+    for save in (
+        lambda: checkpoint.save(str(path / "plain")),
+        manager.save,
+        lambda: tf.saved_model.save(model, str(path / "saved")),
+    ):
+        files = [event for event in events_of(save) if event.kind == Kind.CHECKPOINT]
+        assert allgather_object(len(files)) == [1, 0]
+    assert float(tf.saved_model.load(str(path / "saved"))(3.0)[0]) == 6.0
+    model.layers[0].weight.assign([5.0])
+    checkpoint.restore(str(path / "plain-1")).assert_consumed()
+    assert float(model.layers[0].weight[0]) == 2.0
+    assert manager.latest_checkpoint == str(path / "managed" / "ckpt-1")
+    rows.assign(0)
+    manager.restore_or_initialize()
+    assert int(rows.numpy()) == 3  # the replicas' sum

@@ -95,12 +95,27 @@ def _count_everywhere(owner: Any, name: str, *, of_manager: bool = False) -> Non
     setattr(owner, name, save)
 
 
-def _training_of(saved: Any, depth: int = _DEPTH) -> Any:
+def _training_of(saved: Any) -> Any:
     """Returns ``training`` of the strategy in whose scope ``saved``, or an object that it holds, was created."""
+    strategy = _strategy_within(saved, _DEPTH) or _strategy_of_variables(saved)
+    return None if strategy is None else strategy.training
+
+
+def _strategy_within(saved: Any, depth: int) -> Any:
     strategy = strategy_of(saved)
     if strategy is not None or depth == 0:
-        return None if strategy is None else strategy.training
-    held = (_training_of(each, depth - 1) for each in getattr(saved, "__dict__", {}).values())
+        return strategy
+    held = (_strategy_within(each, depth - 1) for each in getattr(saved, "__dict__", {}).values())
+    return next((each for each in held if each is not None), None)
+
+
+def _strategy_of_variables(saved: Any) -> Any:
+    """The strategy of what TensorFlow would write: its modules have no mark of their own, but their variables do."""
+    tf: Any = sys.modules.get("tensorflow")
+    root = getattr(saved, "checkpoint", saved)
+    if tf is None or not isinstance(root, (tf.train.Checkpoint, tf.Module)):
+        return None
+    held = map(strategy_of, tf.train.TrackableView(root).descendants())
     return next((each for each in held if each is not None), None)
 
 

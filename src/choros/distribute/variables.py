@@ -35,7 +35,7 @@ import numpy as np
 
 from choros.arrays import adapter_of
 from choros.comm import Reduction, global_process_set
-from choros.distribute.scope import in_fit, in_replica
+from choros.distribute.scope import assign_strategy, current_strategy, in_fit, in_replica
 from choros.errors import ConfigError
 from choros.parallel import ops
 from choros.parallel.identical import are_identical
@@ -95,6 +95,7 @@ def _create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         host = np.asarray(variable.numpy())
         if not are_identical([host]):
             variable.assign(ops.broadcast(host, 0, name="initial value"))
+    assign_strategy(variable, current_strategy())
     is_on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
     _follow(variable, is_on_read, _OnReadOfTensorFlow if is_on_read else _OnWriteOfTensorFlow)
     return variable
