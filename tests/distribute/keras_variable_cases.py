@@ -95,6 +95,12 @@ def case_copies_that_are_aggregated_when_they_are_read():
         variable = keras.Variable(0.0, aggregation="sum", synchronization="on_read")
     with pytest.raises(ConfigError, match="sum of the replicas"):
         variable.assign_add(1.0)
+    with strategy().scope():
+        counter = keras.Variable(5, dtype="int32", trainable=False, aggregation="sum", synchronization="on_read")
+    assert number(counter) == 5  # though no replica has a half
+    for value in (7, -3):
+        counter.assign(value)
+        assert number(counter) == value
 
 
 def case_collectives_of_variables():

@@ -446,9 +446,15 @@ def _assign_copy(variable: Any, value: Any) -> None:
 
 
 def _share_of_sum(variable: Any, value: Any) -> Any:
-    tensor = _tensor(variable, value)
+    """Returns this process's part of ``value``, of which the sum is ``value``; whole numbers have whole parts."""
+    tensor, communicator = _tensor(variable, value), global_process_set.communicator
     adapter = adapter_of(tensor)
-    return adapter.cast(tensor / global_process_set.communicator.size, adapter.spec(tensor).dtype)
+    dtype = adapter.spec(tensor).dtype
+    if dtype.kind in "iu":
+        share = (tensor + (communicator.size - 1 - communicator.rank)) // communicator.size
+    else:
+        share = tensor / communicator.size
+    return adapter.cast(share, dtype)
 
 
 def _is_of_keras(variable: Any) -> bool:
