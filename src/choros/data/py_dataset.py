@@ -32,6 +32,9 @@ from choros.parallel.structure import leaves, map_structure
 class _InOrder(keras.utils.PyDataset, ABC):
     """Parts of batches, which processes must read in the same order; ``checked``: they read one after the other."""
 
+    #: See ``hand_over_shards``.
+    of_arrays = False
+
     def __init__(self, *, checked: bool, **options: Any) -> None:
         super().__init__(**options)
         self._is_checked = checked

@@ -62,7 +62,7 @@ from choros.training.keras_internals.fit import (
     built_before_training,
     epochs_of_any_length,
     flatten_metrics,
-    hand_over_arrays,
+    hand_over_shards,
     train_validation_split,
 )
 from choros.training.keras_internals.models import (
@@ -98,7 +98,7 @@ class SynchronousTraining(Training):
         self._replicas = replicas
         self._state_owner = state_owner
         self._shard_state = shard_state
-        hand_over_arrays()
+        hand_over_shards()
         if keras.backend.backend() == "tensorflow":
             from choros.training.tensorflow_iterators import end_in_background
 

@@ -7,7 +7,7 @@ from choros.comm import global_process_set, topology
 from choros.data.kinds import are_arrays, kind_of, shard_of
 from choros.data.rows import Part, Sharding, check_global_batch
 from choros.errors import ConfigError
-from choros.training.keras_internals.fit import hand_over_arrays
+from choros.training.keras_internals.fit import hand_over_shards
 
 
 def shard(
@@ -54,7 +54,7 @@ def shard(
         [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
     here = topology("shard()")
-    hand_over_arrays()
+    hand_over_shards()
     if batch_size is not None:
         check_global_batch(batch_size, here.size)
     if batch_size is not None and are_arrays(data) and {"keras_hub", "tensorflow"} <= sys.modules.keys():

@@ -235,7 +235,11 @@ def _limit_readers(server: Any) -> None:
             server.shutdown_request(request)
             return
         request.settimeout(durations.CONTROL)
-        begin(request, address)
+        try:
+            begin(request, address)
+        except RuntimeError:  # too many threads
+            free.release()
+            raise
 
     def serve(request: socket.socket, address: Any) -> None:
         try:

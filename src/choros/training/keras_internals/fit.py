@@ -1,6 +1,7 @@
 """Keras' ``fit`` and ``evaluate``: what they compute of losses, what they read, how they begin and end."""
 
 import functools
+import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, partialmethod
@@ -156,15 +157,22 @@ def set_initial_epoch(model: Any, epoch: int | None) -> None:
 
 
 @functools.cache
-def hand_over_arrays() -> None:
-    """Makes Keras hand rows of data sets ``of_arrays`` to a step as those of arrays: of a ``PyDataset`` it would
-    receive ``(x,)`` for ``x``, on PyTorch ``[x, y]``, and TensorFlow would refuse lists.
+def hand_over_shards() -> None:
+    """Makes Keras read each epoch of a process's shard of a ``PyDataset`` from its first batch: with workers it begins
+    with what these have read in an iteration before, as that which builds a model, which is not the same on all ranks.
+    Rows ``of_arrays`` are handed to a step as those of arrays: of a ``PyDataset`` it would receive ``(x,)`` for ``x``,
+    on PyTorch ``[x, y]``, and TensorFlow would refuse lists.
     """
     from keras.src.trainers import data_adapters
 
     own = data_adapters.get_data_adapter
 
-    class ArraysAdapter(data_adapters.PyDatasetAdapter):
+    class ShardAdapter(data_adapters.PyDatasetAdapter):
+        def _finite_enqueuer_generator(self) -> Iterator[Any]:
+            self.enqueuer.ready_queue = queue.Queue()
+            yield from super()._finite_enqueuer_generator()
+
+    class ArraysAdapter(ShardAdapter):
         def _standardize_batch(self, batch: Any) -> Any:
             if keras.backend.backend() == "tensorflow":
                 batch = keras.tree.lists_to_tuples(batch)
@@ -177,8 +185,8 @@ def hand_over_arrays() -> None:
 
     def get_data_adapter(x: Any, *args: Any, **kwargs: Any) -> Any:
         adapter = own(x, *args, **kwargs)
-        if getattr(x, "of_arrays", False):
-            adapter.__class__ = ArraysAdapter
+        if hasattr(x, "of_arrays"):
+            adapter.__class__ = ArraysAdapter if x.of_arrays else ShardAdapter
         return adapter
 
     data_adapters.get_data_adapter = get_data_adapter
