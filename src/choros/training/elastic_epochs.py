@@ -32,7 +32,8 @@ from choros.training.replaced import replaced
 _log = logging.getLogger("choros")
 _NOT_DISTRIBUTED = (
     "no optimizer of the model is distributed, as with LocalSGDCallback and DiLoCoCallback, so that ranks do not count "
-    "each other's steps, and a lost rank's rows are left out in this epoch and in those that follow."
+    "each other's steps, and a lost rank's rows are left out in this epoch and in those that follow; nothing is "
+    "committed within an epoch."
 )
 _VARIES = (
     "the training step does not apply its optimizer the same number of times for each batch, by which ranks count "

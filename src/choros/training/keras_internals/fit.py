@@ -172,21 +172,23 @@ def hand_over_shards() -> None:
             self.enqueuer.ready_queue = queue.Queue()
             yield from super()._finite_enqueuer_generator()
 
-    class ArraysAdapter(ShardAdapter):
         def _standardize_batch(self, batch: Any) -> Any:
+            if not self.py_dataset.of_arrays:
+                return super()._standardize_batch(batch)
             if keras.backend.backend() == "tensorflow":
                 batch = keras.tree.lists_to_tuples(batch)
             return super()._standardize_batch(batch) if isinstance(batch, (list, tuple)) else batch
 
         def get_torch_dataloader(self) -> Any:
             loader = super().get_torch_dataloader()
-            loader.collate_fn = lambda batch: batch
+            if self.py_dataset.of_arrays:
+                loader.collate_fn = lambda batch: batch
             return loader
 
     def get_data_adapter(x: Any, *args: Any, **kwargs: Any) -> Any:
         adapter = own(x, *args, **kwargs)
         if hasattr(x, "of_arrays"):
-            adapter.__class__ = ArraysAdapter if x.of_arrays else ShardAdapter
+            adapter.__class__ = ShardAdapter
         return adapter
 
     data_adapters.get_data_adapter = get_data_adapter
