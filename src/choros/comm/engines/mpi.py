@@ -22,6 +22,7 @@ from choros.comm.engines.local import LocalCommunicator
 from choros.comm.facts import facts
 from choros.comm.fusion import aligned_empty
 from choros.comm.members import LEAVES, NEWCOMER, MemberLost
+from choros.comm.primitives import CHUNK_BYTES
 from choros.comm.reduction import Array, Reduction, loses_nans
 from choros.comm.waiting import Awaited, idle_yield, reported, wait_until
 from choros.errors import ConfigError, EngineError, EngineUnavailable, PeerLostError
@@ -57,7 +58,7 @@ from choros.comm.engines.mpi_survivors import (
     why_not_to_go_on,
 )
 from choros.comm.engines.mpi_tuning import RULES, TCP_FLAGS, YIELDS, Tuning, tune
-from choros.comm.engines.mpi_window import OPS, HostRanks, WindowReduction, flat_allreduce, reserve_segments
+from choros.comm.engines.mpi_window import HostRanks, WindowReduction, reserve_segments
 from choros.wording import ranks_text
 
 _log = logging.getLogger("choros")
@@ -68,6 +69,8 @@ _INTERFACES = {_INTERFACE, "OMPI_MCA_btl_tcp_if_exclude"}
 _MESSAGE_BYTES = 1 << 30  # MPI before version 4 counts in 32 bits
 #: A larger array is reduced sooner than it is copied twice.
 _DIRECT_BYTES = 256 << 10
+#: What MPI calls the operations.
+_OPS = {Reduction.SUM: MPI.SUM, Reduction.MIN: MPI.MIN, Reduction.MAX: MPI.MAX, Reduction.PRODUCT: MPI.PROD}
 #: The bits that a notice may have.
 _NOTICES = 0xFF
 
@@ -133,7 +136,8 @@ class MpiCommunicator(Communicator):
         self._table, hosts = np.empty((comms.world.Get_size(), 2), np.int64), HostRanks.of(comms.leaders)
         self._window = None
         if hosts.shared:
-            self._window = WindowReduction(comms.host, comms.owners, hosts, self.tuning.block_bytes, self._long_wait)
+            between = partial(_flat_allreduce, comms.owners) if comms.owners is not None else None
+            self._window = WindowReduction(comms.host, between, hosts, self.tuning.block_bytes, self._long_wait)
         self._on_one_host = len(hosts.sizes) == 1
         # Between hosts each message costs a round trip, or some.
         self.direct_bytes = _DIRECT_BYTES if self._on_one_host else None
@@ -165,7 +169,7 @@ class MpiCommunicator(Communicator):
 
     def _allreduce_anywhere(self, buffer: Array, op: Reduction) -> None:
         try:
-            flat_allreduce(self._comm, buffer, op)
+            _flat_allreduce(self._comm, buffer, op)
         except MPI.Exception as error:
             raise _engine_error(error, "allreduce") from error
 
@@ -211,7 +215,7 @@ class MpiCommunicator(Communicator):
             return super()._reducescatter(buffer, counts, op)
         received = np.empty(counts[self.rank], buffer.dtype)
         with _translated("reducescatter"):
-            self._comm.Reduce_scatter(buffer, received, counts, OPS[op])
+            self._comm.Reduce_scatter(buffer, received, counts, _OPS[op])
         return received
 
     def _reducescatter_into(self, out: Array, own: Array, buffer: Array, counts: Sequence[int], op: Reduction) -> None:
@@ -224,12 +228,12 @@ class MpiCommunicator(Communicator):
     def _alltoall(
         self, send: NDArray[np.uint8], send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> NDArray[np.uint8]:
-        received = np.empty(sum(receive_counts), np.uint8)
-        is_long = max(sum(send_counts), received.size) > _MESSAGE_BYTES
-        unit = math.gcd(*send_counts, *receive_counts) if is_long else 1  # at least a row, which MPI counts then
+        received, unit = np.empty(sum(receive_counts), np.uint8), 1
+        if max(sum(send_counts), received.size) > _MESSAGE_BYTES:
+            unit = math.gcd(*send_counts, *receive_counts)  # a row, or some, which MPI counts in place of bytes
+        sent, own = ([n // unit for n in counts] for counts in (send_counts, receive_counts))
         with _translated("alltoall"):
             units = MPI.BYTE.Create_contiguous(unit).Commit()
-            sent, own = ([n // unit for n in counts] for counts in (send_counts, receive_counts))
             self._comm.Alltoallv((send, sent, units), (received, own, units))
             units.Free()
         return received
@@ -319,6 +323,26 @@ class MpiCommunicator(Communicator):
                 self._window.close()
             for comm in filter(None, (self._comms.owners, self._comms.host, self._comms.world)):
                 comm.Free()
+
+
+def _flat_allreduce(comm: MPI.Intracomm, buffer: Array, op: Reduction) -> None:
+    """MPI's allreduce, in place: for small messages, for arrays that are large or not in shared memory, and between
+    hosts. In chunks, as Open MPI moves 64 MiB in a third of the time of one call.
+    """
+    items, numbers, reordered = CHUNK_BYTES // buffer.itemsize, buffer, loses_nans(op, buffer.dtype)
+    if reordered:  # in whole numbers, which compare as these, a NaN is beyond all others
+        np.copysign(buffer, -1.0 if op is Reduction.MIN else 1.0, out=buffer, where=np.isnan(buffer))
+        numbers = buffer.view(f"i{buffer.itemsize}")
+        _reorder(numbers)
+    for start in range(0, buffer.size, items):
+        comm.Allreduce(MPI.IN_PLACE, numbers[start : start + items], _OPS[op])
+    if reordered:
+        _reorder(numbers)
+
+
+def _reorder(numbers: Array) -> None:
+    """Makes the bits of floating-point numbers whole numbers in the same order, and back."""
+    numbers ^= (numbers >> (8 * numbers.itemsize - 1)) & np.iinfo(numbers.dtype).max
 
 
 def start(topology: Topology, comm: MPI.Intracomm | Sequence[int] | None = None) -> tuple[Communicator, Topology]:

@@ -31,8 +31,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from choros.comm.primitives import CHUNK_BYTES
-from choros.comm.reduction import UFUNCS, Array, DType, Reduction, loses_nans
+from choros.comm.reduction import UFUNCS, Array, DType, Reduction
 from choros.comm.waiting import Awaited, wait_until
 from choros.topology import shard_range
 
@@ -74,8 +73,6 @@ class HostRanks:
         return shard_range(items, local_rank, self.slices)
 
 
-#: What MPI calls the operations.
-OPS = {Reduction.SUM: MPI.SUM, Reduction.MIN: MPI.MIN, Reduction.MAX: MPI.MAX, Reduction.PRODUCT: MPI.PROD}
 _PAGE = 4096
 _KNOWN_BUFFERS = 256
 #: Ranks reduce a buffer of this size in less time than ``wait_until`` spins.
@@ -93,26 +90,6 @@ def _address(array: Array) -> int:
     return address
 
 
-def flat_allreduce(comm: MPI.Intracomm, buffer: Array, op: Reduction) -> None:
-    """MPI's allreduce, in place: for small messages, for arrays that are large or not in shared memory, and between
-    hosts. In chunks, as Open MPI moves 64 MiB in a third of the time of one call.
-    """
-    items, numbers, reordered = CHUNK_BYTES // buffer.itemsize, buffer, loses_nans(op, buffer.dtype)
-    if reordered:  # in whole numbers, which compare as these, a NaN is beyond all others
-        np.copysign(buffer, -1.0 if op is Reduction.MIN else 1.0, out=buffer, where=np.isnan(buffer))
-        numbers = buffer.view(f"i{buffer.itemsize}")
-        _reorder(numbers)
-    for start in range(0, buffer.size, items):
-        comm.Allreduce(MPI.IN_PLACE, numbers[start : start + items], OPS[op])
-    if reordered:
-        _reorder(numbers)
-
-
-def _reorder(numbers: Array) -> None:
-    """Makes the bits of floating-point numbers whole numbers in the same order, and back."""
-    numbers ^= (numbers >> (8 * numbers.itemsize - 1)) & np.iinfo(numbers.dtype).max
-
-
 @final
 class WindowReduction:
     """Reductions of buffers in windows, memory that the ranks of a host share; see the module's docstring."""
@@ -120,16 +97,16 @@ class WindowReduction:
     def __init__(
         self,
         host: MPI.Intracomm,
-        owners: MPI.Intracomm | None,
+        between_hosts: Callable[[Array, Reduction], None] | None,
         ranks: HostRanks,
         block_bytes: int,
         describe: Callable[[], Awaited],
     ) -> None:
-        """``owners``: those of this rank's slice on all hosts (step 3); ``None``: it has none, or there is one host."""
+        """``between_hosts`` reduces the slice that this rank owns (step 3); ``None``: it has none, or one host."""
         self._host = host
         self._rank = host.Get_rank()
         self._ranks = ranks
-        self._owners = owners
+        self._between_hosts = between_hosts
         self._describe = describe
         self.block_bytes = block_bytes
         #: Where this rank's memory in each window begins and ends, and the memory of all ranks.
@@ -204,10 +181,10 @@ class WindowReduction:
         """Reduces the slice that this rank owns in its own memory, and copies it to that of the others."""
         for block in self._blocks(parts):
             _combine(block, UFUNCS[op], block[self._rank])
-            if self._owners is None:
+            if self._between_hosts is None:
                 self._copy_to_others(block)
-        if self._owners is not None:
-            flat_allreduce(self._owners, parts[self._rank], op)
+        if self._between_hosts is not None:
+            self._between_hosts(parts[self._rank], op)
             self._copy_to_others(parts)
 
     def _copy_to_others(self, parts: Sequence[Array]) -> None:
