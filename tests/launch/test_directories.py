@@ -15,7 +15,7 @@ from choros.launch.protocol.wrapper_options import JOB
 def test_the_last_rank_removes_it(tmp_path):
     first, second = (shared_memory({JOB: "a1"}, 1, [tmp_path]) for _ in range(2))
     assert first.path == second.path == tmp_path / "choros-job-a1"
-    assert first.path.stat().st_mode & 0o777 == 0o700
+    assert first.path.stat().st_mode & 0o7777 == 0o1700
     for rank in (0, 1):
         (first.path / f"segment.{rank}").touch()
     first.release(".0")
@@ -62,7 +62,8 @@ def test_only_unlocked_directories_are_stale(tmp_path):
     )
     held = tmp_path / "choros-job-held"
     for stale in (tmp_path / "choros-job-stale", tmp_path / "choros-session-stale"):
-        stale.mkdir(mode=0o700)
+        stale.mkdir()
+        stale.chmod(0o1700)
         (stale / "deep").mkdir()
     (tmp_path / "choros-unrelated").mkdir()
     command = [sys.executable, "-c", hold, str(held)]
@@ -80,7 +81,7 @@ def test_a_directory_that_others_have_renamed_is_not_stale(tmp_path):
     """As they can where all can write, and no sticky bit forbids it."""
     for kind in ("session", "job"):
         own = tmp_path / f"choros-{kind}-0123456789ab"
-        own.mkdir(mode=0o755)
+        own.mkdir(mode=0o700)
         (own / "chapter").write_text("mine")
     remove_stale(tmp_path)
     assert len(list(tmp_path.glob("*/chapter"))) == 2

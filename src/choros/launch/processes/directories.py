@@ -31,8 +31,8 @@ _NOTE, _DAEMON = "daemon.", re.compile(r"prted\.\d+")
 #: Where shared memory is, and the size of a rank's segment of Open MPI there.
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 SEGMENT = 16 << 20
-#: The mode of a job's directories.
-_MODE = 0o700
+#: The mode of a job's directories. Nobody else can enter them, so that the sticky bit only says that they are a job's.
+_MODE = 0o1700
 #: How many names of a job are tried: another user may take one in the moment in which its directories are created.
 _NAMES = 100
 _NO_ROOM = (
@@ -54,12 +54,14 @@ class Directory:
         """Creates ``path`` if needed, and locks it; ``None`` if that fails or it belongs to another user."""
         for _ in range(3):  # another job may remove it as stale before it is locked
             try:
-                path.mkdir(mode=_MODE, parents=False, exist_ok=True)
+                path.mkdir(mode=0o700, parents=False, exist_ok=True)
                 descriptor = open_directory(path)  # before the lock: another user's would be waited for
             except OSError:
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
+                with contextlib.suppress(OSError):  # the file system has no such modes
+                    os.fchmod(descriptor, _MODE)
                 if os.fstat(descriptor).st_ino == path.lstat().st_ino:
                     return cls(path, descriptor)
             except OSError:
@@ -123,7 +125,7 @@ def job_directories(names: Iterable[str] = ()) -> Iterator[tuple[str, Path]]:
         paths = [root / (_MEMORY + name) for root in (SHARED_MEMORY, temporary())] + [session]
         for path in paths:  # at once: the first one shows the name to others, who might take the next
             with contextlib.suppress(OSError):
-                path.mkdir(mode=_MODE)
+                path.mkdir(mode=0o700)
         held = {path: directory for path in paths if (directory := Directory.acquire(path)) is not None}
         try:
             if all(path in held or not os.path.lexists(path) for path in paths):
@@ -166,7 +168,7 @@ def remove_stale(*roots: Path) -> None:
                 status = os.fstat(descriptor)
                 # Another process may have removed it; that is a job's new one. Another user may have renamed it, where
                 # all can write: one that is not as jobs' are is not theirs.
-                if status.st_ino == path.lstat().st_ino and status.st_mode & 0o777 == _MODE:
+                if status.st_ino == path.lstat().st_ino and status.st_mode & 0o1777 == _MODE:
                     _remove_with_daemons(path)
 
 
