@@ -121,7 +121,9 @@ OPTIMIZERS = {
     "accumulating": lambda: keras.optimizers.Adam(0.01, clipnorm=0.2, gradient_accumulation_steps=2),
     "accumulating_sgd": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
     "accumulating_scaled": lambda: keras.optimizers.LossScaleOptimizer(
-        OPTIMIZERS["accumulating_sgd"](), initial_scale=1024.0, dynamic_growth_steps=3
+        keras.optimizers.SGD(0.1, name="sgd", gradient_accumulation_steps=2),
+        initial_scale=1024.0,
+        dynamic_growth_steps=3,
     ),
     "adam": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5),
     "adamw_ema": lambda: keras.optimizers.AdamW(0.01, clipnorm=0.3, use_ema=True, ema_overwrite_frequency=3),
