@@ -117,6 +117,7 @@ DRAIN: Final = Duration(1.0, _LAUNCHER, "for mpirun's last output", "the job end
 MPIRUN_END: Final = Duration(3.0, _LAUNCHER, "for mpirun to end after a signal", "it sends the next one")
 MPIRUN_CHILDREN: Final = Duration(2.0, _LAUNCHER, "for what mpirun has started", "it sends SIGKILL")
 CONTROL: Final = Duration(2.0, _LAUNCHER, "for a client, as choros stacks, to read", "the client is left")
+METRICS_READ: Final = Duration(20.0, _LAUNCHER, "for who connects to --metrics-port to ask and read", "it is closed")
 
 # the wrapper ------------------------------------------------------------------------------------
 

@@ -505,17 +505,23 @@ print(number, both.communicator.allreduce(float(number), Reduction.SUM), one, fl
     assert sorted(ended.out.splitlines()) == ["[1] 1 3.0 False", "[2] 2 3.0 True"]
 
 
-def test_a_new_rank_that_is_left_alone_before_it_has_the_state_does_not_begin_anew():
-    script = """
+def test_a_new_rank_that_is_left_alone_before_it_has_the_state_does_not_begin_anew(tmp_path):
+    script = f"""
 import os, choros
+from pathlib import Path
 from choros.comm import global_process_set
 from choros.elastic.retry import run
 from choros.elastic.state import ObjectState
 choros.init()
 is_new, number = global_process_set.communicator.is_new, choros.rank()
+come = Path({str(tmp_path / "come")!r})
 class Dying(ObjectState):
     def sync(self):
+        if is_new:
+            come.touch()
         if number == 0 and self.epoch > 5:
+            while not come.exists():  # a new rank that loses others as it comes in just ends
+                pass
             os.kill(os.getpid(), 9)
         super().sync()
 @run

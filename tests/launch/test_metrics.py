@@ -56,7 +56,7 @@ def test_what_is_served():
 
 
 def test_who_connects_and_says_nothing_takes_few_threads_for_a_moment(monkeypatch):
-    monkeypatch.setattr(durations, "CONTROL", 1.0)
+    monkeypatch.setattr(durations, "METRICS_READ", 1.0)
     shown, before = [], threading.active_count()
     with served(record(), "127.0.0.1:0", shown.append), ExitStack() as stack:
         address = ("127.0.0.1", int(re.search(r":(\d+)/", shown[0])[1]))

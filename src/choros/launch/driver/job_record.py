@@ -234,7 +234,7 @@ def _limit_readers(server: Any) -> None:
         if not free.acquire(blocking=False):
             server.shutdown_request(request)
             return
-        request.settimeout(durations.CONTROL)
+        request.settimeout(durations.METRICS_READ)
         try:
             begin(request, address)
         except RuntimeError:  # too many threads

@@ -74,6 +74,9 @@ class _LayoutState:
         return replace(self, pending=parts)
 
 
+_NEW = _LayoutState()
+
+
 @dataclass(frozen=True)
 class _ReducerState:
     """How far a reducer is; by layout, too, as two models may train in turn. ``latest``: the last estimate of noise."""
@@ -82,9 +85,6 @@ class _ReducerState:
     steps: int = 0
     layouts: Mapping[GradientLayout, _LayoutState] = field(default_factory=dict)
     latest: Estimate | None = None
-
-    def of(self, layout: GradientLayout) -> _LayoutState:
-        return self.layouts.get(layout) or _LayoutState()
 
     def noting(self, layout: GradientLayout, state: _LayoutState, **changes: Any) -> _ReducerState:
         return replace(self, layouts={**self.layouts, layout: state}, **changes)
@@ -192,7 +192,7 @@ class GradientReducer:
             if exchange:
                 return self._exchange(plan, own, out)
             if own is not None:
-                self._progress = self._progress.noting(kinds, self._progress.of(kinds).adding(own, self._weight))
+                self._progress = self._progress.noting(kinds, self._progress.layouts[kinds].adding(own, self._weight))
             communicator.when_settled(self._settle)
             if plan.sliced:
                 return [each.of_rank(communicator.rank).zeros() for each in plan.layout]
@@ -367,12 +367,13 @@ class GradientReducer:
         problem = ConfigError(f"examples={examples}: expected the number in the batch.") if examples < 0 else None
         value = examples
         if self._measure_every:
-            value = announced(examples, due=self._progress.of(plan.layout).unmeasured + 1 >= self._measure_every)
+            state = self._progress.layouts.get(plan.layout, _NEW)
+            value = announced(examples, due=state.unmeasured + 1 >= self._measure_every)
         return plan.communicator.agree(request, value=value, problem=problem)
 
     def _begin(self, plan: Plan, counts: Sequence[int], examples: int, *, exchange: bool, joined: bool = False) -> None:
         """Notes the number of examples that each rank has in the micro-batch."""
-        done, state, due = self._progress, self._progress.of(plan.layout), False
+        done, state, due = self._progress, self._progress.layouts.get(plan.layout, _NEW), False
         if self._measure_every:
             counts, due = heard(counts)
         total = sum(counts)
@@ -414,7 +415,7 @@ class GradientReducer:
         self, plan: Plan, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None
     ) -> list[Gradient]:
         """Reduces the last micro-batch's gradients (``None``: this rank, or each, has none), and those pending."""
-        state = self._progress.of(plan.layout)
+        state = self._progress.layouts[plan.layout]
         if state.pending is not None:
             gradients = state.pending if gradients is None else state.adding(gradients, self._weight).pending
         if state.pending is not None or gradients is None:
@@ -446,7 +447,7 @@ class GradientReducer:
             norms[1] += squared_norm(reduced)
         if bucket == len(plan.indices) - 1:
             if norms is not None:
-                state = _measured(self._progress.of(plan.layout), norms, plan.communicator)
+                state = _measured(self._progress.layouts[plan.layout], norms, plan.communicator)
                 latest = state.estimate if state.estimate.steps else self._progress.latest
                 self._progress, self._norms = self._progress.noting(plan.layout, state, latest=latest), None
             if Kind.STEP_DONE in events.heard:
