@@ -27,7 +27,7 @@ from choros import durations
 from choros.ownership import followed, owned_directory
 
 _PREFIX = ".unfinished."
-#: The mode of a directory made here: its sticky bit has no effect, as nobody else can enter it.
+#: The mode of a directory made here: its sticky bit has no effect, as no other user can enter it.
 _MODE = 0o1700
 #: The former content of a directory whose name a file system cannot exchange in one step.
 _FORMER = ".former"

@@ -692,7 +692,7 @@ choros.init()
 communicator = global_process_set.communicator
 if communicator.is_new:
     come.touch()
-    time.sleep(5)
+    time.sleep(5)  # MPI has connected it, and it has not come in, while the others end
 else:
     with opening():
         while not communicator.allreduce(float(come.exists()), Reduction.MAX):

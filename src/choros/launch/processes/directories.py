@@ -31,7 +31,7 @@ _NOTE, _DAEMON = "daemon.", re.compile(r"prted\.\d+")
 #: Where shared memory is, and the size of a rank's segment of Open MPI there.
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 SEGMENT = 16 << 20
-#: The mode of a job's directories. Nobody else can enter them, so that the sticky bit only says that they are a job's.
+#: The mode of a job's directories. No other user can enter them: the sticky bit only says that they are a job's.
 _MODE = 0o1700
 #: How many names of a job are tried: another user may take one in the moment in which its directories are created.
 _NAMES = 100

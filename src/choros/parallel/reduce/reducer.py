@@ -74,6 +74,7 @@ class _LayoutState:
         return replace(self, pending=parts)
 
 
+#: That of a layout of which this rank has seen no step.
 _NEW = _LayoutState()
 
 
@@ -415,7 +416,7 @@ class GradientReducer:
         self, plan: Plan, gradients: Sequence[Gradient] | None, out: Sequence[Array] | None = None
     ) -> list[Gradient]:
         """Reduces the last micro-batch's gradients (``None``: this rank, or each, has none), and those pending."""
-        state = self._progress.layouts[plan.layout]
+        state = self._progress.layouts.get(plan.layout, _NEW)
         if state.pending is not None:
             gradients = state.pending if gradients is None else state.adding(gradients, self._weight).pending
         if state.pending is not None or gradients is None:
