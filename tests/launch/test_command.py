@@ -85,6 +85,15 @@ def test_no_shell_of_another_host_gets_what_it_would_execute():
         OPEN_MPI_5.arguments(REMOTE, "/tmp/$(touch ran)/choros-session-a", root=False, forward=[], silence=3.0)
 
 
+@pytest.mark.parametrize("implementation", [OPEN_MPI_5, OPEN_MPI_4])
+def test_an_mpi_at_a_path_with_spaces_starts_ranks_on_this_host_alone(implementation):
+    mpirun = Mpirun("/my environments/choros/bin/mpirun", implementation, "")
+    arguments = {"environ": {}, "name": "j1", "session": "/tmp/s", "root": False}
+    assert plan(LOCAL, mpirun, **arguments).argv[0] == mpirun.path
+    with pytest.raises(ConfigError, match="path without spaces"):
+        plan(REMOTE, mpirun, **arguments)
+
+
 @pytest.mark.parametrize(("seconds", "questions"), [("2", "3"), ("29.6", "30")])
 def test_mpiruns_daemons_wait_for_a_silent_host_as_long_as_ranks_do(seconds, questions):
     argv = argv_of(replace(REMOTE, environment={"CHOROS_UNREACHABLE_SECONDS": seconds}))

@@ -52,6 +52,11 @@ def plan(job: Job, mpirun: Mpirun, environ: Mapping[str, str], *, name: str, ses
             f"{mpirun.path} belongs to {mpirun.implementation.name}, whose ranks do not outlive each other: elastic "
             "jobs need Open MPI 5. The one that is installed with choros is used without --mpirun."
         )
+    if job.remote and mpirun.implementation.mca and shlex.quote(mpirun.path) != mpirun.path:
+        raise ConfigError(
+            f"{mpirun.path!r} has characters that the shells of other hosts would split or execute, as its daemon is "
+            "started there by this path: use a virtual environment at a path without spaces or quotes."
+        )
     kept = without_launchers(environ)
     if JOB in environ:  # a rank of an elastic job may start one of its own, which is as its own arguments say
         kept = {variable: value for variable, value in kept.items() if variable not in _OF_ELASTIC_JOBS}
