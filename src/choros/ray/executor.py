@@ -1,11 +1,9 @@
 """``RayExecutor``, and Horovod's older class for elastic jobs."""
 
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, final
 
 import ray
@@ -114,10 +112,6 @@ class RayExecutor:
         """Returns settings: ``timeout_s`` for the start of the ranks, ``placement_group_timeout_s`` for Ray to have
         room for them. The others are Horovod's, and have no effect: there is no ssh.
         """
-        if ssh_str and ssh_identity_file and not os.path.exists(ssh_identity_file):
-            path = Path(ssh_identity_file)
-            path.touch(0o600)
-            path.write_text(ssh_str)
         return RaySettings(
             nics=nics,
             ssh_identity_file=ssh_identity_file,
