@@ -92,7 +92,8 @@ def two_outputs(session, x, y):
 
     random = np.random.default_rng(9)
     total, weight, held = x.sum(axis=1), random.uniform(0.5, 1.5, len(x)), random.uniform(size=len(x)) < 0.2
-    columns = zip(x.tolist(), y.tolist(), total.tolist(), weight.tolist(), held.tolist(), strict=True)
+    marks = [True if each else (False, None)[row % 2] for row, each in enumerate(held)]
+    columns = zip(x.tolist(), y.tolist(), total.tolist(), weight.tolist(), marks, strict=True)
     rows = [(Vectors.dense(row), *rest) for row, *rest in columns]
     names = ["features", "label", "total", "weight", "held"]
     return session.createDataFrame(rows, names).coalesce(1), total, weight, held

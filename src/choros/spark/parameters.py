@@ -192,7 +192,9 @@ def _split(df: DataFrame, validation: Any, seed: int) -> tuple[DataFrame, DataFr
     if not validation:
         return df, None
     if isinstance(validation, str):
-        marked = df[validation].cast("boolean")
+        from pyspark.sql import functions
+
+        marked = functions.coalesce(df[validation].cast("boolean"), functions.lit(False))  # null is not true
         return df.filter(~marked), df.filter(marked)
     if not 0 < validation < 1:
         raise ConfigError(f"validation={validation!r}: expected a fraction between 0 and 1, or a column's name.")
