@@ -17,6 +17,7 @@ PACKAGE = Path(choros.__file__).parent
 #: What examples import beside choros, and the framework of its package.
 NEEDED = {
     "choros.comm.devices": "torch",
+    "choros.comm.store": "torch",
     "choros.jax.dependence": "optax",
     "choros.jax.optimizer": "optax",
     "choros.jax.sliced_state": "optax",

@@ -90,7 +90,7 @@ def test_another_thread_imports_tensorflow_while_a_server_begins() -> None:
     script = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from choros.distribute.tf_functions import leave_unconverted
+from choros.distribute.replicas import leave_unconverted
 
 def leave():
     while "tensorflow" not in sys.modules:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from choros.comm.peers import Loss, PeerWatch
 from choros.errors import PeerLostError
 from comm.starts import by_hand, together
 from harness import free_port, needs
@@ -216,6 +215,8 @@ def test_process_that_is_stopped_is_not_lost() -> None:
 
 
 def test_losses_that_follow_from_the_first_one_are_not_named() -> None:
+    from choros.comm.store import Loss, PeerWatch
+
     peers = PeerWatch()
     peers.note(Loss(2, "b", "was killed, or has ended"))
     peers.note(Loss(3, "b", "was killed, or has ended"))

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import choros
 from choros.comm import Reduction, global_process_set, topology
 from choros.comm.engines.torch import TorchCommunicator
-from choros.comm.signature import Signatures
 from choros.errors import ConfigError, EngineError
 from choros.parallel.objects import allgather_object, broadcast_object
 from choros.topology import Topology
+from choros.transport.secret import Signatures
 from comm.device_cases import cpu_group
 
 

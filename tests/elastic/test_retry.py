@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 import choros
-from choros.arrays.host_errors import recognize_errors, remember
+from choros.arrays.adapter import recognize_errors, remember
 from choros.elastic import job
 from choros.elastic.job import HostUpdate
 from choros.elastic.retry import run, run_fn

@@ -19,7 +19,7 @@ from choros.comm import Communicator, Reduction
 from choros.comm.communicator import bytes_of_first
 from choros.comm.devices import Device, DeviceCollectives, DeviceLink, agree_to_connect
 from choros.errors import EngineError, MismatchError
-from choros.parallel.reduce.exchange import device_exchange
+from choros.parallel.reduce.plan import device_exchange
 from choros.training.distributed_optimizer import reducer_of
 from keras_face import training_cases
 from keras_face.training_cases import OPTIMIZERS

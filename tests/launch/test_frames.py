@@ -3,7 +3,7 @@
 import pytest
 
 from choros.launch.protocol.frames import RESULT, Exit, FrameReader, Start, Written, decode, encode
-from choros.launch.wrapper.transcript import LineBuffer, TracebackBuffer
+from choros.launch.wrapper.rank_output import LineBuffer, TracebackBuffer
 
 
 @pytest.mark.parametrize(

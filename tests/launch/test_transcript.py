@@ -1,7 +1,7 @@
 """Conversion of a rank's output to frames."""
 
 from choros.launch.protocol.frames import ERR, EVENTS, OUT, RESULT, Written, encode
-from choros.launch.wrapper.transcript import Transcript
+from choros.launch.wrapper.rank_output import Transcript
 from choros.observe.events import Event, Kind
 
 TRACEBACK = b"Traceback (most recent call last):\n  x\nValueError: no\n"

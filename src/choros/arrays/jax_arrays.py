@@ -28,8 +28,15 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from choros.arrays.adapter import ArrayAdapter, ArrayFunction, ArraySpec, HostArray, HostFunction
-from choros.arrays.host_errors import recognize_errors, remember
+from choros.arrays.adapter import (
+    ArrayAdapter,
+    ArrayFunction,
+    ArraySpec,
+    HostArray,
+    HostFunction,
+    recognize_errors,
+    remember,
+)
 from choros.errors import ChorosError, ConfigError, MismatchError
 
 _primitive = Primitive("choros_host_call")

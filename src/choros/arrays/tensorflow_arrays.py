@@ -2,7 +2,7 @@
 
 Errors of calls are also TensorFlow's, so that ``except`` clauses of scripts for Horovod handle them. From a
 ``tf.function`` or a session TensorFlow passes on the text only, of a ``ValueError`` as an ``InvalidArgumentError``, of
-others as an ``UnknownError``: see ``host_errors.py``.
+others as an ``UnknownError``: see ``adapter.py``.
 """
 
 import functools
@@ -18,8 +18,16 @@ from tensorflow.python.eager.record import could_possibly_record, stop_recording
 from tensorflow.python.framework.auto_control_deps import register_acd_resource_resolver
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from choros.arrays.adapter import ArrayFunction, ArrayLayout, ArraySpec, DeviceArrayAdapter, HostArray, HostFunction
-from choros.arrays.host_errors import recognize_errors, remember
+from choros.arrays.adapter import (
+    ArrayFunction,
+    ArrayLayout,
+    ArraySpec,
+    DeviceArrayAdapter,
+    HostArray,
+    HostFunction,
+    recognize_errors,
+    remember,
+)
 from choros.errors import ChorosError, ConfigError, MismatchError
 
 _FLOAT32 = np.dtype(np.float32)

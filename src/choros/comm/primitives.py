@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from choros.comm.reduction import Array, Reduction
 from choros.comm.request import SHUTDOWN
-from choros.comm.signature import Signatures
 from choros.comm.waiting import Awaited
+from choros.transport.secret import Signatures
 from choros.wording import ranks_text
 
 #: A chunk of this size still fits the caches.

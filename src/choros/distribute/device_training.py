@@ -24,10 +24,10 @@ from choros.data.kinds import are_arrays, kind_of
 from choros.data.rows import check_global_batch, count_rows
 from choros.distribute import datasets
 from choros.distribute.device_collectives import Flow, ReplicaCollectives
-from choros.distribute.gradients import distribute_optimizer, follow_seeds
 from choros.distribute.replicas import Replicas
 from choros.distribute.scope import enter_fit, in_replica
 from choros.distribute.shares import BATCH
+from choros.distribute.synchronous import distribute_optimizer, follow_seeds
 from choros.distribute.training import KerasCall, Training
 from choros.distribute.types import ReduceOp
 from choros.training.spmd_trainer import SpmdTrainer

@@ -20,10 +20,9 @@ from typing import Any, ClassVar, final
 from choros.comm import is_initialized, topology
 from choros.distribute import datasets
 from choros.distribute.keras_hook import patch_keras
-from choros.distribute.replicas import Axis, Replicas, values_of
+from choros.distribute.replicas import Axis, Replicas, leave_unconverted, values_of
 from choros.distribute.saving import guard_saving
 from choros.distribute.scope import current_replica, enter_scope, strategy_of
-from choros.distribute.tf_functions import leave_unconverted
 from choros.distribute.training import Training
 from choros.distribute.types import InputContext, InputOptions, PerReplica, ReduceOp, ValueContext, per_replica
 from choros.distribute.variables import follow_variables

@@ -9,6 +9,12 @@
     evaluate(…)                         its rows; then the metrics' sums are reduced: all processes return the same
     predict(…)                          its rows; then all outputs are gathered, in the order of the input
     save(…)                             process 0 writes, the others wait
+
+Gradients of optimizers that were created in a scope are reduced by where ``apply`` is called::
+
+    in strategy.run(step)     the sum over replicas: the step has divided its loss by the global batch
+    in model.fit              the mean over the examples of all replicas
+    elsewhere                 an error: only this process's copy of the variables would be updated
 """
 
 import functools
@@ -20,19 +26,19 @@ import keras
 import numpy as np
 
 from choros.arrays import adapter_of
-from choros.comm import Request, global_process_set
+from choros.comm import Reduction, Request, global_process_set
 from choros.comm.request import CollectiveSpec
 from choros.data.epochs import EpochData
 from choros.data.kinds import are_arrays, epochs_behind
 from choros.data.rows import check_global_batch, count_rows, cut
 from choros.distribute import datasets
-from choros.distribute.gradients import distribute_optimizer, follow_seeds
 from choros.distribute.replicas import Replicas
 from choros.distribute.saving import write_once
-from choros.distribute.scope import enter_fit, in_fit, in_replica
+from choros.distribute.scope import current_replica, enter_fit, in_fit, in_replica
 from choros.distribute.shares import BATCH, evaluation_data, predict_rows, shares_named, training_data
 from choros.distribute.torch_objects import watch_model
 from choros.distribute.training import KerasCall, Training
+from choros.distribute.types import ReduceOp
 from choros.distribute.variables import (
     aggregates,
     assign_initial,
@@ -50,6 +56,7 @@ from choros.parallel import ops
 from choros.parallel.identical import are_identical
 from choros.parallel.moments import RankMoments
 from choros.parallel.objects import shared_result
+from choros.parallel.reduce.plan import ReduceConfig
 from choros.settings import current
 from choros.training.callbacks import (
     BroadcastGlobalVariablesCallback,
@@ -57,6 +64,8 @@ from choros.training.callbacks import (
     MetricAverageCallback,
     verbose_on_first_rank,
 )
+from choros.training.device import placed
+from choros.training.distributed_optimizer import reducer_of, wrap
 from choros.training.evaluation import repeated
 from choros.training.keras_internals.fit import (
     built_before_training,
@@ -66,7 +75,9 @@ from choros.training.keras_internals.fit import (
     train_validation_split,
 )
 from choros.training.keras_internals.models import (
+    global_seed_generator,
     has_value,
+    innermost,
     layers_of,
     local_value,
     optimizers_of,
@@ -75,11 +86,12 @@ from choros.training.keras_internals.models import (
     statistics_of,
 )
 from choros.training.metrics import flat_results, global_results, logs_of_step, merged_metrics, watch
-from choros.training.random_numbers import draw_by_rank
+from choros.training.optimizer_reducer import OptimizerReducer
+from choros.training.random_numbers import draw_by_rank, draw_by_replica
 from choros.training.run_state import RunCallback
 from choros.training.tensorboard import TensorBoard
 from choros.training.thread import thread
-from choros.training.trainer import attach
+from choros.training.trainer import attach, spans_ranks
 
 #: Callbacks of Keras that write files or send messages, which only one process must do.
 _WRITERS = ("TensorBoard", "CSVLogger", "RemoteMonitor")
@@ -373,3 +385,68 @@ def _run_locally(call: KerasCall) -> Any:
     """Runs the call unchanged, on all of its data."""
     with enter_fit():
         return call.run()
+
+
+_ADVICE = (
+    "Replicas must start from the same values and change them in the same way: create models and optimizers within "
+    "`with strategy.scope():`, and apply the same updates on all replicas."
+)
+
+
+def distribute_optimizer(
+    optimizer: Any, replicas: Replicas, state_owner: int | None = None, shard_state: bool | None = None
+) -> None:
+    """Patches ``optimizer``, once, to reduce the replicas' gradients; its ``__init__`` may not have returned yet.
+    Processes use the gradient reducer, devices of one process their compiled step; ``state_owner`` is the only
+    process that keeps state and applies updates; with ``shard_state`` each has a slice.
+    """
+    if reducer_of(optimizer) is not None:
+        return
+
+    def configure() -> ReduceConfig:
+        steps = int(innermost(optimizer).gradient_accumulation_steps or 1)
+        return placed(ReduceConfig(micro_batches=steps, compared_step=1))
+
+    def sum_over_devices(gradients: list[Any]) -> list[Any]:
+        summed: list[Any] = replicas.all_reduce(ReduceOp.SUM, gradients)  # None stays None
+        return summed
+
+    of_devices = sum_over_devices if replicas.local_count > 1 else None
+    reducer = OptimizerReducer(
+        configure,
+        op=_op_here,
+        sum_over_devices=of_devices,
+        state_owner=state_owner,
+        shard_state=shard_state,
+        advice=_ADVICE,
+    )
+    wrap(optimizer, reducer)
+
+
+def _op_here() -> Reduction:
+    """Returns what happens to gradients that are applied here: ``SUM`` in a replica, ``AVERAGE`` in ``fit``."""
+    if in_fit():
+        return Reduction.AVERAGE
+    if current_replica() is None:
+        raise StrategyError(
+            "an optimizer that was created in a strategy's scope was applied outside of its replicas, which would "
+            "update only this process's copy of the variables: apply it in a function that "
+            "strategy.run(fn, args=…) runs, or use model.fit."
+        )
+    return Reduction.SUM
+
+
+def follow_seeds(generator: Any, replicas: Replicas) -> None:
+    """Makes a seed generator draw other numbers on each replica; ``None``: Keras' own, for functions without a seed."""
+
+    def index() -> Any:
+        replica = current_replica()  # AutoGraph, which reads this in a tf.function, has no walrus
+        if replica is not None:
+            return replica.replica_id_in_sync_group
+        # Outside of replicas and fit, such as for initial values, all processes draw the same numbers; so does a
+        # compiled step that sees the batches of all ranks.
+        return replicas.first if in_fit() and not spans_ranks() else 0
+
+    followed = global_seed_generator() if generator is None else generator
+    if followed is not None:  # Keras creates its own when it is first used
+        draw_by_replica(followed, index)

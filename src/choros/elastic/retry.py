@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar, cast
 
-from choros.arrays.host_errors import error_of_host
+from choros.arrays.adapter import error_of_host
 from choros.elastic import job
 from choros.elastic.preemption import watch_signals
 from choros.elastic.state import State

@@ -33,7 +33,7 @@ from choros.tensorflow import elastic
 from choros.tensorflow.aggregation import LocalGradientAggregationHelper
 from choros.tensorflow.collectives import *  # type: ignore[assignment]  # two in place of those of all faces
 from choros.tensorflow.optimizer import DistributedOptimizer
-from choros.tensorflow.position import join, local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
+from choros.tensorflow.reduction import join
 from choros.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from choros.tensorflow.variables import (
     BroadcastGlobalVariablesHook,
@@ -57,11 +57,6 @@ __all__ = [
     "broadcast_variables",
     "elastic",
     "join",
-    "local_rank_op",
-    "local_size_op",
-    "process_set_included_op",
-    "rank_op",
-    "size_op",
 ]
 __all__ += _collectives.__all__
 __all__ += [name for name in _horovod.__all__ if name not in _collectives.__all__]

@@ -1,4 +1,6 @@
-"""The collectives with the arguments and gradients (``parallel/ops.py``) of Horovod's TensorFlow API, eager or not."""
+"""The collectives with the arguments and gradients (``parallel/ops.py``) of Horovod's TensorFlow API, eager or not; and
+this process's position as a tensor, which a graph computes in each of its runs.
+"""
 
 import functools
 import re
@@ -9,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from choros.arrays.tensorflow_arrays import tensorflow_errors
-from choros.comm import ProcessSet, Reduction, global_process_set
+from choros.comm import ProcessSet, Reduction, context, global_process_set, is_initialized, registered_process_sets
+from choros.errors import ConfigError
 from choros.parallel import objects, ops
 from choros.parallel.arguments import documented, op_of
 from choros.parallel.calls import options_of
@@ -27,7 +30,12 @@ __all__ = [
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
+    "local_rank_op",
+    "local_size_op",
+    "process_set_included_op",
+    "rank_op",
     "reducescatter",
+    "size_op",
 ]
 
 
@@ -274,3 +282,78 @@ def _name(name: str | None, collective: str, *tensors: Any) -> str | None:
     made = re.sub(r"\W", "_", "_".join([collective, *(str(getattr(tensor, "name", "")) for tensor in ends)]))
     unique: str = tf.compat.v1.get_default_graph().unique_name(made)
     return unique
+
+
+#: What ``process_set_included_op`` returns in place of an answer, as in Horovod.
+_NOT_INITIALIZED, _UNKNOWN = -1, -2
+
+
+def rank_op(name: str | None = None) -> Any:
+    """``rank()`` as an int32 scalar.
+
+    Args:
+        name: that of the operation.
+
+    Example:
+        >>> import choros.tensorflow as hvd
+        >>> hvd.init()
+        >>> int(hvd.rank_op())
+        0
+    """
+    return scalar(context.rank, name)
+
+
+def local_rank_op(name: str | None = None) -> Any:
+    """``local_rank()`` as an int32 scalar."""
+    return scalar(context.local_rank, name)
+
+
+def local_size_op(name: str | None = None) -> Any:
+    """``local_size()`` as an int32 scalar."""
+    return scalar(context.local_size, name)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """The number of ranks of a process set as an int32 scalar.
+
+    Args:
+        process_set_id: its number, ``0`` for all ranks.
+        name: that of the operation.
+    """
+    return scalar(lambda: _size(process_set_id), name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Whether this process is in a process set, as an int32 scalar.
+
+    Args:
+        process_set_id: its number.
+        name: that of the operation.
+
+    Returns:
+        1 or 0; -1 before ``init()``, and -2 if there is no such set.
+    """
+    return scalar(lambda: _included(process_set_id), name)
+
+
+def _size(process_set_id: int) -> int:
+    process_set = registered_process_sets().get(process_set_id)
+    if process_set is None:
+        raise ConfigError(f"process_set_id={process_set_id}: there is no process set of this number.")
+    return len(process_set.ranks)
+
+
+def _included(process_set_id: int) -> int:
+    if not is_initialized():
+        return _NOT_INITIALIZED
+    process_set = registered_process_sets().get(process_set_id)
+    return _UNKNOWN if process_set is None else int(bool(process_set.included()))
+
+
+def scalar(answer: Callable[[], int], name: str | None) -> Any:
+    """What ``answer`` says in each run, as an int32 scalar."""
+    if tf.executing_eagerly():
+        return tf.constant(answer(), tf.int32)
+    scalar = tf.numpy_function(lambda: np.int32(answer()), [], tf.int32, name=name)
+    scalar.set_shape([])
+    return scalar

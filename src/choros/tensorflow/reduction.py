@@ -19,7 +19,7 @@ from choros.parallel.reduce.plan import ReduceConfig, check_predivision, indices
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.structure import with_items
 from choros.settings import current
-from choros.tensorflow.collectives import in_session_graph
+from choros.tensorflow.collectives import in_session_graph, scalar
 from choros.training.device import placed
 from choros.training.optimizer_reducer import OptimizerReducer
 from choros.training.variables import value_of
@@ -68,8 +68,30 @@ def reduction_of(
     return TapeReduction(config, groups, sparse_as_dense, scale_local_gradients)
 
 
-def join_all() -> int:
-    """Participates in the other ranks' collectives until all ranks have joined; returns the last one to join."""
+def join() -> Any:
+    """Participates in the collectives of the other ranks until all ranks have joined (Horovod's ``join``).
+
+    A rank calls it when it has no more batches. It gives zeros to the others' reductions: gradients of tapes are then
+    averaged over the ranks that still have batches, and ``allreduce`` over all ranks, as in Horovod. It does not update
+    its variables: broadcast them from the rank that is returned.
+
+    Returns:
+        The rank that was the last to join, the same on every rank, as an int32 scalar.
+
+    Raises:
+        MismatchError: on all ranks, if the others broadcast from a rank that has joined or gather weights, or if this
+            rank has never computed the gradients that they compress by ``Compression.power_sgd``.
+
+    Example:
+        >>> import choros.tensorflow as hvd
+        >>> hvd.init()
+        >>> int(hvd.join())
+        0
+    """
+    return scalar(_join_all, None)
+
+
+def _join_all() -> int:
     communicator = global_process_set.communicator
     parts: dict[Any, Any] = {}
     for each in _reducers.values():

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from choros import durations
 from choros.comm.communicator import Communicator
 from choros.comm.fusion import chunk_bytes
-from choros.comm.peers import PeerWatch
 from choros.comm.reduction import UFUNCS, Array, Reduction, loses_nans
 from choros.comm.request import caller
 from choros.errors import EngineUnavailable
@@ -44,8 +43,8 @@ except ImportError as _error:
         "the script with chorosrun."
     ) from _error
 
-from choros.comm.signature import Signatures
 from choros.comm.store import (
+    PeerWatch,
     RendezvousStore,
     exchange_locations,
     leave_stores,
@@ -56,6 +55,7 @@ from choros.comm.store import (
 )
 from choros.comm.store_watch import StallWatch, StragglerWatch
 from choros.comm.waiting import Awaited, Reporter
+from choros.transport.secret import Signatures
 
 #: The dtypes that Gloo reduces itself.
 _GLOO_DTYPES = frozenset(

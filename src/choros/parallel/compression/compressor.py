@@ -13,7 +13,6 @@ from choros.arrays import adapter_of
 from choros.comm import BFLOAT16, Array, Communicator, DType
 from choros.comm.fusion import Exchange, Given, Layout, fused_exchange
 from choros.errors import ConfigError
-from choros.parallel.reduce.exchange import only, split_exchange
 
 Vector = NDArray[np.float32]
 
@@ -222,3 +221,27 @@ def is_floating(dtype: DType) -> bool:
 def plain_dtype(dtype: DType) -> DType:
     """Returns the dtype in which uncompressed arrays are summed, hence sent: float32 for bfloat16, else ``dtype``."""
     return np.dtype(np.float32) if dtype == BFLOAT16 else dtype
+
+
+def split_exchange(parts: Sequence[tuple[Sequence[int], Exchange]]) -> Exchange:
+    """Sums the arrays of each part by an exchange of its own; every array is in one part."""
+
+    def reduce(arrays: Given, before: float, after: float, _: Given = None) -> list[Any]:
+        results: dict[int, Any] = {}
+        for indices, exchange in parts:
+            own = None if arrays is None else [arrays[index] for index in indices]
+            results.update(zip(indices, exchange.sum(own, before, after), strict=True))
+        return [results[index] for index in range(len(results))]
+
+    return Exchange("; ".join(exchange.description for _, exchange in parts), reduce)
+
+
+def only(indices: Sequence[int], layout: Layout, groups: Sequence[Sequence[int]]) -> tuple[Layout, list[list[int]]]:
+    """Returns the layout of the arrays at ``indices``, and their groups with renumbered indices.
+
+    >>> only([0, 2], ("a", "b", "c"), [[0, 1], [2]])
+    (('a', 'c'), [[0], [1]])
+    """
+    positions = {index: position for position, index in enumerate(indices)}
+    parts = [[positions[index] for index in group if index in positions] for group in groups]
+    return tuple(layout[index] for index in indices), [part for part in parts if part]

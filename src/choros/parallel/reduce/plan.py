@@ -10,16 +10,17 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from choros.comm import Communicator, ProcessSet, Reduction, Request, global_process_set
+from choros.arrays import device_adapter
+from choros.comm import Communicator, DType, ProcessSet, Reduction, Request, global_process_set
 from choros.comm.devices import Device
-from choros.comm.fusion import Exchange
-from choros.errors import ConfigError
+from choros.comm.fusion import Exchange, Given, Layout, WireDtype
+from choros.errors import ConfigError, EngineError
 from choros.parallel.compression import Compression, Compressor, check_compressor
-from choros.parallel.compression.compressor import Float16, NoCompression
+from choros.parallel.compression.compressor import Float16, NoCompression, only, split_exchange
 from choros.parallel.compression.sliced import Bfloat16
-from choros.parallel.reduce.exchange import device_exchange, only, split_exchange
 from choros.parallel.reduce.gradients import GradientLayout, describe, rows_exchange
 from choros.parallel.reduce.slices import check_slices, own_items_exchange, scatter_exchange
+from choros.parallel.structure import with_items
 from choros.settings import VARIABLES, current
 
 #: The size of buckets that are sent during the backward pass: large enough that passing one to another thread costs
@@ -244,3 +245,39 @@ def _exchange_for(
     positions = {index: position for position, index in enumerate(indices)}
     order = [each for each in (dense_exchange, slice_exchange, row_exchange) if each in kinds]
     return split_exchange([([positions[index] for index in kinds[each]], each(kinds[each])) for each in order])
+
+
+def device_exchange(
+    communicator: Communicator,
+    layout: Layout,
+    groups: Sequence[Sequence[int]],
+    wire_dtype: WireDtype,
+    device: Device,
+) -> Exchange:
+    """Sums tensors by allreduces on their device, without host staging; many to a message, which the framework itself
+    packs and unpacks.
+    """
+    collectives, adapter = communicator.devices, device_adapter(device.framework)
+    if collectives is None:
+        raise EngineError(f"the {communicator.engine} engine cannot reduce tensors on {device.type} in place.")
+    all_sizes = [math.prod(shape) for shape, _ in layout]
+    messages: list[tuple[DType, list[int]]] = [
+        (wire, [index for index in group if wire_dtype(layout[index][1]) == wire])
+        for group in groups
+        for wire in dict.fromkeys(wire_dtype(layout[index][1]) for index in group)
+    ]
+
+    def reduce(arrays: Given, before: float, after: float, _: Given = None) -> list[Any]:
+        results: list[Any] = [None] * len(layout)
+        for wire, part in messages:
+            own = None if arrays is None else [arrays[index] for index in part]
+            sizes = [all_sizes[index] for index in part]
+            message = adapter.pack(own, sizes, wire, before, device)
+            communicator.bytes_sent += sum(sizes) * wire.itemsize
+            if sum(sizes):
+                collectives.reduce_in_place(adapter.buffer(message, device), Reduction.SUM)
+            results = with_items(results, part, adapter.unpack(message, [layout[index] for index in part], after))
+        return results
+
+    sent = [f"{wire}{[all_sizes[index] for index in part]}" for wire, part in messages]
+    return Exchange(f"on {device.type}: " + ", ".join(sent), reduce)
