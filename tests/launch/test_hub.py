@@ -6,8 +6,8 @@ from contextlib import closing
 import pytest
 
 from choros.errors import HostUnreachable
+from choros.launch.agents import HUB, AgentReady, HostSlots
 from choros.launch.agents.hub import Hub, with_slots
-from choros.launch.agents.messages import HUB, AgentReady, HostSlots
 from choros.launch.plan.arguments import Arguments
 from choros.topology.clusters import ClusterHost
 from choros.transport.channel import connect

@@ -15,8 +15,7 @@ from choros.bench import train as training
 from choros.bench.cases import BATCHES, parse_ranks, parse_sizes
 from choros.bench.contender import CHOROS, check_names
 from choros.bench.report import FILE, check_writable, compare, plot_rows, plot_sizes, show, write_json
-from choros.bench.run import Effort
-from choros.bench.session import ENOUGH_ROUNDS, BenchSession, machine, machine_text, progress
+from choros.bench.run import ENOUGH_ROUNDS, BenchSession, Effort, machine, machine_text, progress
 from choros.wording import count_text
 
 _SIZES = "4KiB,256KiB,4MiB,16MiB,64MiB"

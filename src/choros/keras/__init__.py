@@ -31,11 +31,10 @@ from choros.keras import callbacks, elastic
 from choros.keras.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
 from choros.keras.data import shard
 from choros.keras.local_sgd import DiLoCoCallback, LocalSGDCallback
-from choros.keras.saving import load_model
 from choros.parallel import horovod as _horovod
 from choros.parallel.horovod import *
 from choros.training.device import pin_device
-from choros.training.horovod_optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from choros.training.horovod_optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from choros.training.normalization import SyncBatchNormalization
 from choros.training.trainer import broadcast_global_variables
 from choros.training.variables import broadcast_variables

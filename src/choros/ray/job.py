@@ -13,9 +13,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from choros import durations
 from choros.errors import ChorosError, LaunchError
+from choros.launch.agents import HUB, HostSlots
 from choros.launch.agents.agent import serve_host
 from choros.launch.agents.hub import Hub
-from choros.launch.agents.messages import HUB, HostSlots
 from choros.launch.plan.arguments import Arguments
 from choros.launch.run import run_call
 from choros.ray.registry import ActorRegistry, RankActor

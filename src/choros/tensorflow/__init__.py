@@ -30,9 +30,8 @@ from choros.parallel import horovod as _horovod
 from choros.parallel.horovod import *
 from choros.tensorflow import collectives as _collectives
 from choros.tensorflow import elastic
-from choros.tensorflow.aggregation import LocalGradientAggregationHelper
 from choros.tensorflow.collectives import *  # type: ignore[assignment]  # two in place of those of all faces
-from choros.tensorflow.optimizer import DistributedOptimizer
+from choros.tensorflow.optimizer import DistributedOptimizer, LocalGradientAggregationHelper
 from choros.tensorflow.reduction import join
 from choros.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from choros.tensorflow.variables import (

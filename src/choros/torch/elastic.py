@@ -28,7 +28,7 @@ from choros.elastic.state import ObjectState, State, StateDictHandler, StateHand
 from choros.errors import HostsUpdatedInterrupt
 from choros.parallel.horovod import HorovodInternalError
 from choros.torch import slice_commits
-from choros.torch.messages import on_host
+from choros.torch.division import on_host
 from choros.torch.optimizer import abandon_step, is_amid_update
 from choros.torch.sliced_state import SavedSlices, slices_of
 from choros.torch.state import broadcast_optimizer, broadcast_parameters

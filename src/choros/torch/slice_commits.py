@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from choros.comm import Request
 from choros.parallel.reduce.slices import Holders, check_slices
-from choros.torch.division import State, parameters_of, state_of_all
-from choros.torch.messages import decoded, encoded, on_host
+from choros.torch.division import State, decoded, encoded, on_host, parameters_of, state_of_all
 from choros.torch.sliced_state import ParameterSlices, SavedSlices, settings_of
 
 

@@ -29,8 +29,14 @@ from choros.errors import ConfigError, EngineError
 from choros.parallel.reduce.gradients import GradientKind, Ranges, SparseRows
 from choros.parallel.reduce.reducer import GradientReducer
 from choros.parallel.reduce.slices import Holders, check_slices, gather_parts, gather_slices, own_items
-from choros.torch.division import DividedParameter, ParameterDivider, State, parameters_of, state_of_all
-from choros.torch.messages import encoded_or_refused
+from choros.torch.division import (
+    DividedParameter,
+    ParameterDivider,
+    State,
+    encoded_or_refused,
+    parameters_of,
+    state_of_all,
+)
 
 _ATTRIBUTE = "_choros_slices"
 

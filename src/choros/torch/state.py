@@ -12,8 +12,7 @@ from choros.errors import ConfigError
 from choros.parallel.objects import broadcast_object
 from choros.parallel.ops import broadcast_arrays
 from choros.torch import slice_commits
-from choros.torch.division import parameters_of, state_of_all
-from choros.torch.messages import on_host
+from choros.torch.division import on_host, parameters_of, state_of_all
 from choros.torch.sliced_state import ParameterSlices, settings_of, slices_of, use_settings
 
 #: Optimizers whose state of zeros, and no steps, is that before the first step. SGD's is not, with dampening.

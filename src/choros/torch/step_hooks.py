@@ -30,8 +30,7 @@ from choros.parallel.ops import grouped_allreduce
 from choros.parallel.reduce.gradients import Gradient
 from choros.parallel.reduce.slices import LOADED, check_loaded, log_memory
 from choros.parallel.reduce.torch_backward import BackwardExchange, compare_parameters
-from choros.torch.division import trained
-from choros.torch.messages import decoded, encoded, on_host
+from choros.torch.division import decoded, encoded, on_host, trained
 from choros.torch.sliced_state import ParameterSlices, settings_of, use_settings
 
 _ADVICE = (

@@ -14,7 +14,7 @@ import psutil
 
 from choros import durations
 from choros.errors import HostUnreachable, PeerLostError
-from choros.launch.agents.messages import (
+from choros.launch.agents import (
     HOST_LEAVES,
     HUB,
     LOST,

@@ -14,7 +14,7 @@ from typing import Any, final
 from choros import durations
 from choros.durable import unfinished
 from choros.errors import ConfigError, EngineError, HostUnreachable, LaunchError
-from choros.launch.agents.messages import (
+from choros.launch.agents import (
     HOST_LEAVES,
     HUB,
     LOST,

@@ -7,7 +7,7 @@ import sys
 
 from choros import durations
 from choros.errors import ChorosError
-from choros.launch.agents.messages import HUB, LOST, CommandExit, ShellCommand
+from choros.launch.agents import HUB, LOST, CommandExit, ShellCommand
 from choros.transport.channel import connect
 from choros.transport.secret import job_key
 
