@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from choros.comm.selection import nccl4py_problem
+from choros.comm.devices import nccl4py_problem
 from choros.launch.driver.machine import count_accelerators
 
 CHOROSRUN = str(Path(sys.executable).with_name("chorosrun"))

@@ -12,9 +12,8 @@ import torch
 
 import choros
 from choros.comm import Communicator, Reduction, global_process_set
-from choros.comm.devices import Device, DeviceCollectives
+from choros.comm.devices import Device, DeviceCollectives, nccl4py_problem
 from choros.comm.engines import torch_devices
-from choros.comm.selection import nccl4py_problem
 from choros.errors import ConfigError, EngineUnavailable, MismatchError
 from choros.topology import shard_range
 

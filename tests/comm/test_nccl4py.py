@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from choros.comm import Communicator, Reduction
-from choros.comm.devices import Device, share_cards
+from choros.comm.devices import Device, nccl4py_problem, share_cards
 from choros.comm.engines.local import LocalCommunicator
 from choros.comm.engines.threads import run_threads
-from choros.comm.selection import nccl4py_problem
 from choros.errors import EngineError, EngineUnavailable
 from harness import needs
 

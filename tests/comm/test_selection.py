@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from choros.comm.selection import select, select_devices
+from choros.comm.devices import select_devices
+from choros.comm.engines import select
 from choros.errors import ChorosError, ConfigError, EngineUnavailable
 from choros.settings import ENGINES, Config
 from choros.topology import Topology

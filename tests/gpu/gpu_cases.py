@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 import choros.keras as hvd
-from choros.comm.selection import select_devices
+from choros.comm.devices import select_devices
 from choros.settings import current
 from choros.training.device import accelerated
 from choros.training.distributed_optimizer import reducer_of

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from choros.comm.selection import nccl4py_problem
+from choros.comm.devices import nccl4py_problem
 from choros.launch.driver.machine import count_accelerators
 from harness import Job, case_names, check_case, on
 

@@ -17,12 +17,11 @@ from typing import Any, ParamSpec, Self, TypeVar, final
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from choros.comm.devices import Device, DeviceCollectives, DeviceLink
+from choros.comm.devices import Device, DeviceCollectives, DeviceLink, select_devices
 from choros.comm.fusion import Layout
 from choros.comm.members import Members
 from choros.comm.reduction import Array, DType, Reduction, dtype_problem, working_dtype, working_op, writer
 from choros.comm.request import CollectiveSpec, Request, digest_of
-from choros.comm.selection import select_devices
 from choros.comm.transfers import (
     broadcast_from,
     exchange_rows,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from choros.comm.communicator import Communicator
+from choros.comm.engines import select
 from choros.comm.engines.local import LocalCommunicator
 from choros.comm.facts import without_facts
 from choros.comm.members import NEWCOMER
@@ -25,7 +26,6 @@ from choros.comm.process import Listeners, exit_with_code_of_loss, open_standard
 from choros.comm.process_set import ProcessSet, global_process_set
 from choros.comm.recording import end_recording, merge_after_crash, start_recording
 from choros.comm.request import SHUTDOWN, called_at
-from choros.comm.selection import select
 from choros.comm.waiting import reported
 from choros.errors import ChorosError, ConfigError, EngineError, NotInitializedError
 from choros.observe import events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from abc import ABC, abstractmethod
@@ -17,6 +18,8 @@ from choros.comm.reduction import Reduction, dtype_problem, working_op
 from choros.comm.request import Request
 from choros.comm.transfers import row_counts
 from choros.errors import ChorosError, ConfigError, EngineError, EngineUnavailable
+from choros.frameworks import is_installed
+from choros.settings import Config
 from choros.topology import shard_range
 
 if TYPE_CHECKING:
@@ -329,3 +332,59 @@ def _kind(tensor: torch.Tensor) -> str:
 
 def _rows_request(collective: str, rows: torch.Tensor, name: str) -> Request:
     return Request(collective, f"dtype={rows.dtype}, shape=(any, {list(rows.shape[1:])})", name)
+
+
+def nccl4py_problem() -> str:
+    """Why nccl4py cannot be used here, as a clause, or nothing. CUDA stays as it is: the script may choose devices."""
+    if not is_installed("nccl"):
+        return "nccl4py is not installed"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "this machine has no driver of NVIDIA's"
+    try:
+        from nccl import core
+    except ImportError as error:
+        return f"nccl4py cannot be imported ({error})"
+    return "" if core.get_version().libnccl is not None else "nccl4py does not find NCCL's library, libnccl.so.2"
+
+
+def select_devices(
+    engine: str,
+    size: int,
+    config: Config,
+    installed: Callable[[str], bool] = is_installed,
+    nccl4py_problem: Callable[[], str] = nccl4py_problem,
+) -> tuple[str | None, tuple[str, ...], str]:
+    """Selects the collectives on devices between ``size`` ranks whose host arrays ``engine`` moves: the module that
+    connects devices, or ``None`` if tensors go through the host; the kinds of devices; and why.
+
+    >>> select_devices("mpi", 1, Config.from_environ({}))
+    (None, (), 'one rank: nothing to move')
+    """
+    requested = config.devices
+    if size == 1:
+        return (None, (), "one rank: nothing to move")
+    if requested == "host":
+        return (None, (), "copied through host memory: CHOROS_DEVICES=host")
+    if engine == "threads":
+        return (None, (), "copied through host memory, which threads share")
+    if engine not in ("mpi", "torch"):
+        return (None, (), "copied through host memory: this engine has no collectives on devices")
+    if engine == "torch" and requested in ("auto", "torch"):
+        moves = "which connects these ranks, moves those on GPUs (NCCL, RCCL) and in host memory (Gloo)"
+        return ("torch_devices", ("cpu", "cuda"), f"torch.distributed, {moves}")
+    problem = "" if requested == "torch" else nccl4py_problem()
+    if requested != "torch" and not problem:
+        moves = "NCCL moves those on GPUs, by nccl4py, of TensorFlow and of PyTorch; the engine moves host memory"
+        return ("nccl4py_devices", ("cuda",), moves)
+    if requested != "nccl4py" and installed("torch"):
+        why = " (NCCL, RCCL), because " + problem if problem else ": CHOROS_DEVICES=torch"
+        return ("torch_devices", ("cuda",), f"torch.distributed moves those on GPUs{why}")
+    if requested == "auto":
+        reason = f"copied through host memory, because {problem}, and PyTorch is not installed either"
+        return (None, (), reason)
+    raise EngineUnavailable(
+        f"CHOROS_DEVICES={requested} cannot be used, because {problem or 'PyTorch is not installed'}. Install what is "
+        "missing (pip install 'choros[cuda]', or torch), or unset it: choros then selects what can be used."
+    )

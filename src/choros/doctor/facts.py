@@ -38,7 +38,7 @@ _PROGRAMS = {
     "mpi4py": "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; " + _IMPORT.format("mpi4py"),
 }
 _DEVICES = (
-    "import os; from choros.settings import Config; from choros.comm.selection import select_devices; "
+    "import os; from choros.settings import Config; from choros.comm.devices import select_devices; "
     f"print({_MARK!r}, select_devices('mpi', 2, Config.from_environ(os.environ))[-1])"
 )
 _GPUS = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
