@@ -52,10 +52,7 @@ class _Leaf(NamedTuple):
 _SAME_EVERYWHERE = _Leaf(frozenset(), by_item=True)
 #: Of no array alone.
 _RANDOM_NUMBERS = _Leaf(frozenset((-1, -2)), by_item=False)
-
-
-class _Differs(Exception):
-    """Two traces are not the same program."""
+_DIFFER = "two traces are not the same program"
 
 
 class _Traced(NamedTuple):
@@ -198,7 +195,7 @@ def _traced(tx: Any, params: Any, shape_of: Callable[[tuple[int, ...]], tuple[in
 def _followed(trace: _Traced, other: _Traced) -> tuple[list[_Leaf], list[_Leaf]]:
     """Returns what updates and states depend on after any number of steps."""
     if trace.states != other.states:
-        raise _Differs
+        raise ValueError(_DIFFER)
     params = [_Leaf(frozenset((index,)), by_item=True) for index in range(trace.updates)]
     states = _values(_opened(trace.init), _opened(other.init), params)
     while True:
@@ -218,7 +215,7 @@ def _values(program: _Program, other_program: _Program, given: Sequence[_Leaf]) 
     """Returns the values of the results of a traced function; ``other_program`` is the same for other shapes."""
     (jaxpr, constants), (other, others) = program, other_program
     if len(jaxpr.eqns) != len(other.eqns):
-        raise _Differs
+        raise ValueError(_DIFFER)
     known: dict[Any, _Leaf] = dict(zip(jaxpr.invars, given, strict=True))
     for variable, constant, its_constant in zip(jaxpr.constvars, constants, others, strict=True):
         known[variable] = _Leaf(frozenset(), by_item=_number_of(constant) == _number_of(its_constant))
@@ -227,12 +224,12 @@ def _values(program: _Program, other_program: _Program, given: Sequence[_Leaf]) 
         if not isinstance(variable, Literal):
             return known[variable]
         if not isinstance(its, Literal) or _number_of(variable.val) != _number_of(its.val):
-            raise _Differs
+            raise ValueError(_DIFFER)
         return _SAME_EVERYWHERE
 
     for step, its in zip(jaxpr.eqns, other.eqns, strict=True):
         if step.primitive is not its.primitive:
-            raise _Differs
+            raise ValueError(_DIFFER)
         arguments = list(map(read, step.invars, its.invars))
         known.update(zip(step.outvars, _results(step, its, arguments), strict=True))
     return list(map(read, jaxpr.outvars, other.outvars))
@@ -256,7 +253,7 @@ def _results(step: Any, its: Any, arguments: Sequence[_Leaf]) -> list[_Leaf]:
     value = _joined(arguments)
     if name in _BY_ITEM:
         if step.params != its.params:
-            raise _Differs
+            raise ValueError(_DIFFER)
         return [value] * number
     if name == "optimization_barrier":
         return list(arguments)
