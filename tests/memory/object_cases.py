@@ -11,7 +11,7 @@ import pytest
 import choros.keras as hvd
 from choros.memory.model import BY_ITEMS, BY_VARIABLES, UNDIVIDED, rank_bytes
 from choros.memory.objects import trained_model
-from choros.training.whole_state import nbytes
+from choros.training.host_gradients import nbytes
 
 OPTIMIZERS = {
     "SGD": (keras.optimizers.SGD, {}),

@@ -1,4 +1,4 @@
-"""The adapter interface: the primitives of a framework's arrays that the other modules need.
+"""The adapter interface: the primitives of a framework's arrays that the other modules need; and an array's adapter.
 
 Of an error that a function on the host raises, which compiled code calls, a framework passes on only the text, in an
 exception of its own. That exception becomes one of the host's class, too::
@@ -16,12 +16,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from choros.errors import ChorosError
+from choros.errors import ChorosError, ConfigError
 
 HostArray = NDArray[Any]
 #: From host arrays to host arrays; see ``host_call``.
@@ -227,6 +228,40 @@ class DeviceArrayAdapter(ArrayAdapter):
     @abstractmethod
     def buffer(self, vector: Any, device: Any) -> Any:
         """Returns a vector from ``pack`` as collectives on devices take it (``DeviceLink``), which overwrite it."""
+
+
+#: The package of an array's class → the framework.
+_PACKAGES = {"torch": "torch", "tensorflow": "tensorflow", "jax": "jax", "jaxlib": "jax"}
+_FRAMEWORKS = ("torch", "tensorflow", "jax")
+#: The adapters that are in use.
+_adapters: dict[str, ArrayAdapter] = {"numpy": NumpyArrays()}
+
+
+def framework_adapter(framework: str) -> ArrayAdapter:
+    """Returns the adapter of ``tensorflow``, ``torch``, ``jax`` or ``numpy``; imports the framework."""
+    if framework not in _adapters:
+        if framework not in _FRAMEWORKS:
+            raise ConfigError(f"{framework!r} is not a supported framework: expected one of {', '.join(_FRAMEWORKS)}.")
+        _adapters[framework] = import_module(f"choros.arrays.{framework}_arrays").ADAPTER
+    return _adapters[framework]
+
+
+def device_adapter(framework: str) -> DeviceArrayAdapter:
+    """Returns the adapter of a framework whose arrays are reduced on their device: ``tensorflow`` or ``torch``."""
+    adapter = framework_adapter(framework)
+    if not isinstance(adapter, DeviceArrayAdapter):
+        raise ConfigError(f"arrays of {framework} are reduced through host memory, not on their device.")
+    return adapter
+
+
+def adapter_of(array: Any) -> ArrayAdapter:
+    """Returns the adapter of ``array``'s framework; that of NumPy for numbers, lists and all other types.
+
+    >>> type(adapter_of([1.0, 2.0])).__name__
+    'NumpyArrays'
+    """
+    packages = (base.__module__.partition(".")[0] for base in type(array).__mro__)
+    return framework_adapter(next((_PACKAGES[each] for each in packages if each in _PACKAGES), "numpy"))
 
 
 #: A prime.

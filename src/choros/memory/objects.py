@@ -8,11 +8,12 @@ from typing import Any
 from choros.errors import ConfigError
 from choros.memory.model import BY_ITEMS, BY_VARIABLES, UNDIVIDED, TrainedModel, VariableBytes
 from choros.training.distributed_optimizer import reducer_of
+from choros.training.host_gradients import nbytes
 from choros.training.keras_internals.models import apply_count, innermost, optimizers_of
 from choros.training.keras_internals.slice_variables import outline
 from choros.training.replaced import underived
 from choros.training.sliced_state import works_by_item
-from choros.training.whole_state import Slot, nbytes, slots
+from choros.training.whole_state import Slot, slots
 
 
 def used_optimizer(model: Any) -> Any:

@@ -21,7 +21,7 @@ from choros.comm.joining import Participation
 from choros.errors import ConfigError, StrategyError
 from choros.parallel.objects import object_of_first
 from choros.parallel.reduce.slices import check_process_set, log_memory
-from choros.training.host_gradients import is_overwritten, tensor_of
+from choros.training.host_gradients import is_overwritten, nbytes, tensor_of
 from choros.training.keras_internals import slice_variables
 from choros.training.keras_internals.models import (
     BaseOptimizer,
@@ -51,7 +51,7 @@ from choros.training.tf_context import as_one_replica
 from choros.training.thread import doing, thread
 from choros.training.variables import broadcast_updates, value_of
 from choros.training.weighting import current_step
-from choros.training.whole_state import MEETING, WholeState, host_value, nbytes
+from choros.training.whole_state import MEETING, WholeState, host_value
 
 _ATTRIBUTE = "_choros_reducer"
 _as_one_replica = as_one_replica if keras.backend.backend() == "tensorflow" else nullcontext

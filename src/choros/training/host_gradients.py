@@ -1,6 +1,7 @@
 """Gradients of Keras' framework on their way to the host, where ranks reduce them, and back."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -136,3 +137,9 @@ def dtype_of(tensor: Any) -> DType:
     """The dtype of a tensor or variable."""
     dtype: DType = np.dtype(keras.backend.standardize_dtype(tensor.dtype))
     return dtype
+
+
+def nbytes(variable: Any) -> int:
+    """The bytes of a variable, or of its outline."""
+    size: int = math.prod(variable.shape) * dtype_of(variable).itemsize
+    return size

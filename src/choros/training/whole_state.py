@@ -7,7 +7,6 @@ rank 1        iteration  learning_rate  m of b  v of b                      of t
 Any rank may save it, slot by slot: the others give their items when they next wait for one another (``Members.serve``).
 """
 
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,12 +63,6 @@ def slots(of: Callable[[Sequence[Any]], Sequence[Outline]], variables: Sequence[
         results.append(Slot(owner, counts[owner], each))
         counts[owner] += 1
     return results
-
-
-def nbytes(variable: Any) -> int:
-    """Returns the bytes of a variable, or of its outline."""
-    size: int = math.prod(variable.shape) * np.dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize
-    return size
 
 
 @final
