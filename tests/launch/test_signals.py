@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slow
 
 PYTHON = sys.executable
 
-#: Prints the signals it receives; at SIGINT and SIGTERM it takes a second to save. Its sleeps are short, as Python calls
-#: the handler of a signal that comes just before one only after it.
+#: Prints the signals it receives; at SIGINT and SIGTERM it takes a second to save. It sleeps for moments: of a signal
+#: that comes just before a sleep, Python calls the handler after it.
 SAVES = """
 def handler(number, frame):
     print('got', signal.Signals(number).name, flush=True)
