@@ -1161,7 +1161,7 @@ def case_the_way_of_a_step_is_short() -> None:
     fit(model, hvd.shard(data(EVEN), batch_size=BATCH), epochs=1)
     with patch.object(tf, "numpy_function", noted):
         model.make_train_function(force=True)
-        for _ in range(5):
+        for _ in range(20):  # on a busy machine, most of them wait for the other rank, by further calls
             model.train_on_batch(*data(BATCH))
     shortest = min(steps, key=len)  # a thread's first call has one more
     assert 10 < len(shortest) <= 60, shortest
