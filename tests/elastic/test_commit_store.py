@@ -1,5 +1,6 @@
 """Commits on disk: what they hold, and what is loaded after kills and damages."""
 
+import contextlib
 import errno
 import json
 import math
@@ -63,21 +64,35 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["commit-00000003.npz", "commit-00000004.npz"]
 
 
-def test_a_full_disk_is_reported_and_the_last_commit_stays(tmp_path: Path, caplog, monkeypatch) -> None:
-    store = CommitStore(tmp_path)
-    assert store.write({"step": 1}) == 1
+@pytest.mark.parametrize("problem", [errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EIO])
+def test_what_cannot_be_written_any_more_is_reported_and_the_last_commit_stays(
+    problem: int, tmp_path: Path, caplog, monkeypatch
+) -> None:
+    CommitStore(tmp_path).write({"step": 1})  # another rank's, which was lost
 
-    def fill(path: Path, _state: object) -> None:
+    def fail(path: Path, _state: object) -> None:
         path.write_bytes(b"begun")
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        raise OSError(problem, "it is so", str(path))
 
+    store = CommitStore(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("choros.elastic.commit_store.write_state", fill)
+        patched.setattr("choros.elastic.commit_store.write_state", fail)
         assert store.write({"step": 2}) is None
-    assert f"commit 2 in {tmp_path} is not written, training goes on without it: [Errno 28]" in caplog.text
+    text = f"commit 2 in {tmp_path} is not written, training goes on without it: [Errno {problem}]"
+    assert text in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["commit-00000001.npz"]
     assert store.load_last() == {"step": 1}
     assert store.write({"step": 3}) == 2
+
+
+@pytest.mark.parametrize(("problem", "raises"), [(errno.ENOSPC, False), (errno.EROFS, True)])
+def test_a_first_commit_that_cannot_be_written(problem: int, raises: bool, tmp_path: Path, monkeypatch) -> None:
+    def fail(path: Path, *_: object, **__: object) -> None:
+        raise OSError(problem, "it is so", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(OSError, match="it is so") if raises else contextlib.nullcontext():
+        assert CommitStore(tmp_path / "commits").write({"step": 1}) is None
 
 
 def test_of_a_damaged_commit_nothing_is_loaded(tmp_path: Path, caplog) -> None:

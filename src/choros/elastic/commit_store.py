@@ -55,6 +55,8 @@ class CommitStore:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self._files = Numbered(self.directory, "commit-", ".npz", digits=8, kept=_KEPT)
+        #: The number of the last one that was seen; 0: none yet.
+        self._last = 0
 
     @property
     def has_commits(self) -> bool:
@@ -62,17 +64,21 @@ class CommitStore:
         return bool(self._files.complete())
 
     def write(self, state: Any) -> int | None:
-        """Writes a commit; when this returns its number, it is on the disk. The last two are kept.
-        If the disk is full, a warning says so, and it returns ``None``: training goes on, with the last commit there.
+        """Writes a commit; when this returns its number, it is on the disk. The last two are kept. If the disk is full,
+        or after an earlier commit cannot be written to any more, a warning says so, and it returns ``None``: training
+        goes on, with the last commit there. An error would end one rank after another, as each writes in its turn.
         """
-        self.directory.mkdir(mode=0o777 & ~WRITABLE, parents=True, exist_ok=True)
-        number = max(self._files.complete(), default=0) + 1
+        number = self._last + 1
         try:
+            self.directory.mkdir(mode=0o777 & ~WRITABLE, parents=True, exist_ok=True)
+            self._last = max(self._files.complete(), default=0)
+            number = self._last + 1
             with self._files.write(number) as file:
                 write_state(file, state)
                 file.chmod(file.stat().st_mode & ~WRITABLE)
+            self._last = number
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in _FULL and not self._last:
                 raise
             message = "commit %d in %s is not written, training goes on without it: %s."
             _log.warning(message, number, self.directory, error)
