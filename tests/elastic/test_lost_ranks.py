@@ -81,6 +81,21 @@ def test_fit_goes_on_and_trains_on_each_row_once(framework, api, kills, left):
     assert "lost" in ended.err
 
 
+def test_a_model_is_saved_though_those_that_write_it_are_lost(tmp_path):
+    """Each in its turn; another rank writes a file of its own."""
+    flags = ("-np", 4, "--min-np", 1, "--reset-limit", 0)
+    reports = script_reports("save_script.py", tmp_path, "0,1", flags=flags)
+    files = ["mine.keras", "shared.keras"]
+    assert sorted(report.pop("number") for report in reports) == [2, 3]
+    assert reports == [{"size": 2, "files": files}] * 2
+
+
+@pytest.mark.parametrize("data", ["tf", pytest.param("loader", marks=pytest.mark.nightly)])
+def test_what_is_left_over_of_data_of_another_framework_is_trained_on(data):
+    _, reports = fit("jax", "1@3", data=data)
+    assert [(report["wrong"], report["epochs"]) for report in reports] == [({}, 3)] * 2
+
+
 @pytest.mark.parametrize(
     ("framework", "api", "data"),
     [

@@ -121,32 +121,36 @@ def _strategy_of_variables(saved: Any) -> Any:
 
 def write_once(write: Callable[[], Any], path: str = "") -> Any:
     """Calls ``write`` on the first process of those with this ``path`` and returns its picklable result; all wait.
-    In ``fit`` only process 0 writes, and the others return ``None``, as a callback may write on one only.
-    A call within ``write`` only calls its own.
+    In ``fit`` only process 0 writes, and the others return ``None``, as a callback may write on one only. If one that
+    writes is lost in an elastic job, another one does. A call within ``write`` only calls its own.
     """
     if thread.writing_files:
         return write()
     communicator = global_process_set.communicator
     if in_fit():
         return _write(write, path) if communicator.rank == 0 else None
-    paths = allgather_object(path, name="files to write")
-    writer = paths.index(path)
-    result: Any = None
-    problem: Exception | None = None
-    if writer == communicator.rank:
-        try:
-            with enter_fit():  # objects that saving creates must not start collectives
-                result = _write(write, path)
-        except Exception as error:  # noqa: BLE001  (raised below, once the others have received it)
-            problem = error
-    reported = None if problem is None else f"{type(problem).__name__}: {problem}"
-    outcomes = allgather_object((result, reported), name="files written")
+    while True:
+        paths = allgather_object(path, name="files to write")
+        members = communicator.launched
+        writers = {each: members[paths.index(each)] for each in paths}
+        result: Any = None
+        problem: Exception | None = None
+        if members[communicator.rank] == writers[path]:
+            try:
+                with enter_fit():  # objects that saving creates must not start collectives
+                    result = _write(write, path)
+            except Exception as error:  # noqa: BLE001  (raised below, once the others have received it)
+                problem = error
+        reported = None if problem is None else f"{type(problem).__name__}: {problem}"
+        outcomes = allgather_object((path, result, reported), name="files written")
+        if all(writers[each] in communicator.launched for each, _, _ in outcomes):
+            break  # else a writer was lost, maybe before it has written
     if problem is not None:
         raise problem
-    for rank, (_, failure) in enumerate(outcomes):
+    for rank, (given, _, failure) in enumerate(outcomes):
         if failure is not None:
-            raise StrategyError(f"process {rank}, which writes {paths[rank] or 'for all processes'}, failed: {failure}")
-    return outcomes[writer][0]
+            raise StrategyError(f"process {rank}, which writes {given or 'for all processes'}, failed: {failure}")
+    return outcomes[communicator.launched.index(writers[path])][1]
 
 
 def _write(write: Callable[[], Any], path: str) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, final
 import keras
 import numpy as np
 
+from choros.arrays import adapter_of, framework_adapter
 from choros.comm import NEWCOMER, global_process_set, on_change, openings
 from choros.comm.primitives import Change
 from choros.data.epochs import EpochData
@@ -245,7 +246,7 @@ class ElasticEpochs:
                 return
             ledger = self.ledger = ledger.resharded(communicator.size, length)
             self._committed = 0
-            for batch in self.data.batches(ledger.of_rank(communicator.rank), ledger.epoch):
+            for batch in map(_of_backend, self.data.batches(ledger.of_rank(communicator.rank), ledger.epoch)):
                 x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
                 if "train_step" in own_methods(model) and weights is None and self._class_weight is None:
                     x, y = _AsInFit(batch), None
@@ -281,6 +282,17 @@ def _changed(ledger: Ledger, change: Change, accumulated: int) -> Ledger:
     for rank in change.joined:
         ledger = ledger.joined(rank)
     return ledger
+
+
+def _of_backend(batch: Any) -> Any:
+    """A batch as ``fit`` reads it: of arrays that Keras' backend knows, not those of the data set's own framework."""
+    known = [framework_adapter(each) for each in ("numpy", keras.backend.backend())]
+
+    def own(leaf: Any) -> Any:
+        adapter = adapter_of(leaf)
+        return leaf if adapter in known else adapter.to_host(leaf)
+
+    return map_structure(own, batch)
 
 
 class _AsInFit(NamedTuple):

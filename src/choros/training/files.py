@@ -93,8 +93,8 @@ def _call_unfinished(own: Callable[..., Any], call: inspect.BoundArguments, path
     final = os.fspath(call.arguments[path])
     with block as name:
         with messages_about(str(name), final) if "format" in call.arguments else nullcontext():
-            call.arguments[path] = str(name)
-            result = own(*call.args, **call.kwargs)
+            begun = inspect.BoundArguments(call.signature, {**call.arguments, path: str(name)})  # it may be made again
+            result = own(*begun.args, **begun.kwargs)
         if (amend := thread.amending) is not None:
             amend(name)
     return result
