@@ -221,6 +221,22 @@ def test_an_optimizer_that_steps_do_not_apply_as_often_is_warned_of():
     assert ended.err.count("does not apply its optimizer the same number of times") == 1, ended.err
 
 
+def test_a_batch_that_does_not_exist_is_no_step():
+    """Keras finds the end of data of unknown length in a call in which it makes none."""
+    script = """
+import keras, numpy as np, tensorflow as tf, choros.distribute as dist
+with dist.MultiWorkerMirroredStrategy().scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+data = tf.data.Dataset.from_tensor_slices((np.ones((17, 3), "float32"), np.ones((17, 1), "float32"))).batch(8)
+model.fit(data.filter(lambda *_: True), epochs=2, verbose=0)
+"""
+    flags = ("-np", 2, "--min-np", 1, "--no-prefix-output")
+    ended = run(*flags, sys.executable, "-c", script, env={"KERAS_BACKEND": "tensorflow"})
+    assert ended.code == 0, ended.err
+    assert "same number of times" not in ended.err
+
+
 @pytest.mark.parametrize(
     ("framework", "api"),
     [

@@ -235,7 +235,8 @@ class ElasticEpochs:
     def finish(self, model: Any) -> None:
         """Ends the epoch's batches on all ranks at once, and trains on what lost ranks have left over."""
         communicator = global_process_set.communicator
-        if self._per_call == 1:  # else the last call may have made fewer steps
+        # Else the last call may have made fewer steps, or none where Keras has found that there is no further batch.
+        if self._per_call == 1 and self._before != self._steps.batches:
             self._count_call()
         while True:
             self._steps.end_batches()
