@@ -1,4 +1,6 @@
-"""Saves a model of a strategy; the ranks whose numbers are the argument are killed while they write it."""
+"""Saves a model of a strategy, after ``fit`` or in it: ``save_script.py DIRECTORY RANKS HOW``. The ranks, by their
+numbers at the start, are killed while they write.
+"""
 
 import json
 import os
@@ -7,11 +9,12 @@ import sys
 from pathlib import Path
 
 import keras
+import numpy as np
 
 import choros.distribute as dist
 import choros.keras as hvd
 
-directory, killed = Path(sys.argv[1]), {int(number) for number in sys.argv[2].split(",")}
+directory, killed, how = Path(sys.argv[1]), {int(number) for number in sys.argv[2].split(",")}, sys.argv[3]
 
 
 @keras.saving.register_keras_serializable()
@@ -26,7 +29,11 @@ strategy = dist.MultiWorkerMirroredStrategy()
 number = hvd.rank()
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), Layer(1)])
-path = directory / ("mine.keras" if number == 3 else "shared.keras")
-model.save(path)
+    model.compile("adam", "mse")
+if how == "in fit":
+    best = keras.callbacks.ModelCheckpoint(directory / "shared.keras", monitor="loss", save_best_only=True)
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=8, verbose=0, callbacks=[best])
+else:
+    model.save(directory / ("mine.keras" if number == 3 else "shared.keras"))
 files = sorted(each.name for each in directory.glob("*.keras"))
 print(json.dumps({"number": number, "size": hvd.size(), "files": files}), flush=True)

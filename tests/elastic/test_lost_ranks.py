@@ -81,13 +81,17 @@ def test_fit_goes_on_and_trains_on_each_row_once(framework, api, kills, left):
     assert "lost" in ended.err
 
 
-def test_a_model_is_saved_though_those_that_write_it_are_lost(tmp_path):
-    """Each in its turn; another rank writes a file of its own."""
+@pytest.mark.parametrize(
+    ("killed", "how", "files"),
+    [("0,1", "after fit", ["mine.keras", "shared.keras"]), ("0", "in fit", ["shared.keras"])],
+)
+def test_a_model_is_saved_though_those_that_write_it_are_lost(killed, how, files, tmp_path):
+    """Each in its turn, while another rank writes a file of its own; or in the last callback of ``fit``."""
     flags = ("-np", 4, "--min-np", 1, "--reset-limit", 0)
-    reports = script_reports("save_script.py", tmp_path, "0,1", flags=flags)
-    files = ["mine.keras", "shared.keras"]
-    assert sorted(report.pop("number") for report in reports) == [2, 3]
-    assert reports == [{"size": 2, "files": files}] * 2
+    reports = script_reports("save_script.py", tmp_path, killed, how, flags=flags)
+    left = [number for number in range(4) if str(number) not in killed.split(",")]
+    assert sorted(report.pop("number") for report in reports) == left
+    assert reports == [{"size": len(left), "files": files}] * len(left)
 
 
 @pytest.mark.parametrize("data", ["tf", pytest.param("loader", marks=pytest.mark.nightly)])

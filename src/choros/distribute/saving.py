@@ -21,6 +21,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from choros.comm import global_process_set
@@ -36,6 +37,9 @@ from choros.training.thread import doing, thread
 _DEPTH = 2
 #: What a CheckpointManager knows of its checkpoints: the last one, and those that it may delete.
 _OF_MANAGER = ("_latest_checkpoint", "_maybe_delete", "_last_preserved_timestamp")
+
+#: What process 0 was to write in ``fit`` since the last collective: its number, the collectives before, and the call.
+_of_first: list[tuple[int, int, Callable[[], Any]]] = []
 
 
 def guard_saving() -> None:
@@ -128,7 +132,12 @@ def write_once(write: Callable[[], Any], path: str = "") -> Any:
         return write()
     communicator = global_process_set.communicator
     if in_fit():
-        return _write(write, path) if communicator.rank == 0 else None
+        if communicator.rank == 0:
+            return _write(write, path)
+        if communicator.elastic:
+            known = [each for each in _of_first if each[1] == communicator.collectives]
+            _of_first[:] = [*known, (communicator.launched[0], communicator.collectives, partial(_write, write, path))]
+        return None
     while True:
         paths = allgather_object(path, name="files to write")
         members = communicator.launched
@@ -151,6 +160,19 @@ def write_once(write: Callable[[], Any], path: str = "") -> Any:
         if failure is not None:
             raise StrategyError(f"process {rank}, which writes {given or 'for all processes'}, failed: {failure}")
     return outcomes[communicator.launched.index(writers[path])][1]
+
+
+def write_for_lost(meet: Callable[[], None]) -> None:
+    """Calls ``meet``, in which all meet after their callbacks for the end of an epoch. If process 0 is lost by then,
+    the next one writes what that was to write in them: others take it for written, such as the best model.
+    """
+    communicator, given = global_process_set.communicator, _of_first[:]
+    begun = communicator.collectives
+    _of_first.clear()
+    meet()
+    for first, collectives, write in given:
+        if collectives == begun and first not in communicator.launched and communicator.rank == 0:
+            write()
 
 
 def _write(write: Callable[[], Any], path: str) -> Any:

@@ -33,7 +33,7 @@ from choros.data.kinds import are_arrays, epochs_behind
 from choros.data.rows import check_global_batch, count_rows, cut
 from choros.distribute import datasets
 from choros.distribute.replicas import Replicas
-from choros.distribute.saving import write_once
+from choros.distribute.saving import write_for_lost, write_once
 from choros.distribute.scope import current_replica, enter_fit, in_fit, in_replica
 from choros.distribute.shares import BATCH, evaluation_data, predict_rows, shares_named, training_data
 from choros.distribute.torch_objects import watch_model
@@ -327,7 +327,8 @@ class SynchronousTraining(Training):
             own_backups = [FirstRankCallback(each) for each in backups]
         else:
             own_backups = backups if self._replicas.first == 0 else []
-        agreement = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: _stop_together(model))
+        stops = functools.partial(_stop_together, model)
+        agreement = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: write_for_lost(stops))
         return [averaging, *own_backups, *_synchronizing(model), *others, agreement]
 
     def _callbacks_of_rank(self, given: Any, *, elastic: bool = False) -> list[Any]:
