@@ -600,6 +600,33 @@ def test_what_can_never_be_decoded_is_an_error_of_its_rank_alone():
     assert reports == reports_of(22.0, "1")
 
 
+def test_what_cannot_be_decoded_while_another_rank_is_served_is_received_again():
+    """As the lengths of a lost rank's part of a state that rank 0 saves alone."""
+    script = """
+import os, signal, numpy as np, choros
+from choros.comm import global_process_set
+from choros.comm.request import Request
+choros.init()
+communicator, request = global_process_set.communicator, Request("state", served=True)
+number = communicator.rank
+class State:
+    def part(self, value):
+        if number == 1: os.kill(os.getpid(), signal.SIGKILL)
+        if number == 2 and communicator.size == 3: raise MemoryError("what was received")
+        return communicator.gather_bytes(np.array([number], np.uint8), [1] * communicator.size)
+    def whole(self):
+        communicator.agree(request, value=7)
+        return self.part(7).tolist()
+state = State()
+communicator.serve(request, state.part)
+if number == 0: print(communicator.atomic(state.whole), flush=True)
+communicator.barrier()
+"""
+    flags = ("-np", 3, "--min-np", 1, "--reset-limit", 0, "--no-prefix-output")
+    ended = run(*flags, sys.executable, "-c", script)
+    assert (ended.code, ended.out.split("\n")[0]) == (0, "[0, 2]"), ended.err
+
+
 @pytest.mark.parametrize(
     ("framework", "api"),
     [

@@ -253,8 +253,10 @@ class Members(Primitives):
                 self._section.has_turn = has_turn
         except ChorosError:
             raise
-        except BaseException:
-            self._break_off(request)
+        except BaseException as error:
+            # What is received from a lost rank may be anything, such as lengths beyond all memory: see ``_attempt``.
+            if not (self.elastic and self._section.in_unit and isinstance(error, Exception)):
+                self._break_off(request)
             raise
         if note_match is None:
             self._section.on_exit(partial(self._done, request.collective, sent))
