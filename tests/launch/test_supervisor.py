@@ -258,7 +258,7 @@ time.sleep(60)
 SENDING_MPIRUN = f"""
 import os, signal, subprocess, sys
 sys.path.append({str(Path(choros.__file__).parent.parent)!r})
-from choros.launch.protocol.frames import Exit, Start, encode
+from choros.launch.protocol.frames import EVENTS, Exit, Start, Written, encode
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def send(*frames):
     sys.stdout.buffer.write(b"".join(map(encode, frames)))
@@ -271,6 +271,15 @@ send(Start(0, host, os.getpid()), Exit(0, host, 75))
 new = subprocess.Popen(["sleep", "60"], process_group=0)
 send(Start(1, host, new.pid, added=True))
 send(Exit(1, host, 128 - new.wait(), signal=-new.returncode))
+"""
+#: A new rank that rank 0 has taken in has not said so itself when rank 0 is killed; it ends later, with 3.
+TAKEN_IN = """
+from choros.observe.events import Event, Kind
+new = subprocess.Popen(["sh", "-c", "sleep 0.5; exit 3"], process_group=0)
+send(Start(0, host, os.getpid()), Start(1, host, new.pid, added=True))
+send(Written(0, EVENTS, Event(Kind.RANK_JOINED, details={"number": 1}).to_json().encode()))
+send(Exit(0, host, 137, signal=9))
+send(Exit(1, host, new.wait()))
 """
 #: Rank 1 is lost, and with it the job, when rank 0 asks for it by SIGUSR2; it is asked to end, and saves.
 LOSES_A_RANK = """
@@ -298,6 +307,12 @@ def test_a_new_rank_that_starts_when_all_have_ended_is_ended():
     job_end, _, err = job("", wrapper=(sys.executable, "-c", SENDING_MPIRUN + LATE_START), elastic=Elastic(1, 2))
     assert [(rank, end.code) for rank, end in job_end.exits.items()] == [(0, 75), (1, 0)], err
     assert outcome_of(job_end, Limits()).exit_code == 75
+
+
+def test_a_new_rank_that_was_taken_in_is_not_ended_with_the_last_of_the_others():
+    job_end, _, err = job("", wrapper=(sys.executable, "-c", SENDING_MPIRUN + TAKEN_IN), elastic=Elastic(1, 2))
+    assert [(rank, end.code) for rank, end in job_end.exits.items()] == [(0, 137), (1, 3)], err
+    assert job_end.reason is Reason.TOO_FEW
 
 
 def test_the_first_signal_to_a_job_of_too_few_ranks_lets_them_save():

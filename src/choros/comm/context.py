@@ -157,6 +157,8 @@ def shutdown() -> None:
 def _on_change(change: Change) -> None:
     """Ranks were lost, or have joined: updates this process's position and the process sets."""
     job = _current("a change of the ranks")
+    for rank in change.joined:  # chorosrun knows of it before this rank's end, whatever becomes of the new rank's word
+        events.emit(events.Kind.RANK_JOINED, number=job.communicator.launched[rank])
     hosts = job.communicator.hosts()
     job.topology = Topology.from_hosts(hosts, job.communicator.rank, launcher=job.topology.launcher)
     global_process_set.changed(job.communicator.ranks, admits=bool(change.joined))
@@ -236,7 +238,7 @@ def admit() -> bool:
         return False
     global_process_set.changed(communicator.ranks, admits=True)  # what this process knew of all ranks, it knew alone
     communicator.on_change = _on_change
-    events.emit(events.Kind.RANK_JOINED)
+    events.emit(events.Kind.RANK_JOINED, number=communicator.launched[-1])
     events.identify(job.topology.rank)
     _watch_other_hosts(job)
     return True

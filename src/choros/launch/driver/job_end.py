@@ -86,7 +86,7 @@ class JobEnd:
             self.initialized.add(rank)
             self.together.discard(rank)
         if event.kind is Kind.RANK_JOINED:
-            self.newcomers.discard(rank)
+            self.newcomers.discard(event.details.get("number"))
 
     @property
     def hosts(self) -> set[str]:
