@@ -1,7 +1,8 @@
 """Saves a model of a strategy, after ``fit`` or in it: ``save_script.py DIRECTORY RANKS HOW``. The ranks, by their
-numbers at the start, are killed while they write.
+numbers at the start, are killed while they write; or the disk is full.
 """
 
+import errno
 import json
 import os
 import signal
@@ -14,15 +15,17 @@ import numpy as np
 import choros.distribute as dist
 import choros.keras as hvd
 
-directory, killed, how = Path(sys.argv[1]), {int(number) for number in sys.argv[2].split(",")}, sys.argv[3]
+directory, killed, how = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3]
 
 
 @keras.saving.register_keras_serializable()
 class Layer(keras.layers.Dense):
     def save_own_variables(self, store):
         super().save_own_variables(store)
-        if number in killed:
+        if str(number) in killed:
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "in fit, on a full disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 strategy = dist.MultiWorkerMirroredStrategy()
@@ -30,7 +33,7 @@ number = hvd.rank()
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), Layer(1)])
     model.compile("adam", "mse")
-if how == "in fit":
+if how.startswith("in fit"):
     best = keras.callbacks.ModelCheckpoint(directory / "shared.keras", monitor="loss", save_best_only=True)
     model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=8, verbose=0, callbacks=[best])
 else:

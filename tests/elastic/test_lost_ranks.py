@@ -94,6 +94,15 @@ def test_a_model_is_saved_though_those_that_write_it_are_lost(killed, how, files
     assert reports == [{"size": len(left), "files": files}] * len(left)
 
 
+def test_a_file_that_cannot_be_written_in_fit_ends_the_job_and_not_one_rank_after_another(tmp_path):
+    script = Path(__file__).with_name("save_script.py")
+    flags = ("-np", 3, "--min-np", 1, "--reset-limit", 0)
+    ended = run(*flags, sys.executable, script, tmp_path, "", "in fit, on a full disk")
+    assert (ended.code, "[Errno 28] No space left on device" in ended.err) == (1, True), ended.err
+    assert {*re.findall(r"rank (\d) on \S+ failed with exit code 1 \(OSError\)", ended.err)} <= {"0"}, ended.err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("data", ["tf", pytest.param("loader", marks=pytest.mark.nightly)])
 def test_what_is_left_over_of_data_of_another_framework_is_trained_on(data):
     _, reports = fit("jax", "1@3", data=data)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from choros.comm import global_process_set
+from choros.comm import Request, global_process_set
 from choros.distribute.scope import enter_fit, in_fit, strategy_of
 from choros.errors import StrategyError
 from choros.observe import events
@@ -126,17 +126,19 @@ def _strategy_of_variables(saved: Any) -> Any:
 def write_once(write: Callable[[], Any], path: str = "") -> Any:
     """Calls ``write`` on the first process of those with this ``path`` and returns its picklable result; all wait.
     In ``fit`` only process 0 writes, and the others return ``None``, as a callback may write on one only. If one that
-    writes is lost in an elastic job, another one does. A call within ``write`` only calls its own.
+    writes is lost in an elastic job, another one does; if it cannot write, the job ends, as the next one could not
+    either. A call within ``write`` only calls its own.
     """
     if thread.writing_files:
         return write()
     communicator = global_process_set.communicator
     if in_fit():
         if communicator.rank == 0:
-            return _write(write, path)
+            return _write_in_fit(write, path)
         if communicator.elastic:
             known = [each for each in _of_first if each[1] == communicator.collectives]
-            _of_first[:] = [*known, (communicator.launched[0], communicator.collectives, partial(_write, write, path))]
+            by_first = partial(_write_in_fit, write, path)
+            _of_first[:] = [*known, (communicator.launched[0], communicator.collectives, by_first)]
         return None
     while True:
         paths = allgather_object(path, name="files to write")
@@ -173,6 +175,15 @@ def write_for_lost(meet: Callable[[], None]) -> None:
     for first, collectives, write in given:
         if collectives == begun and first not in communicator.launched and communicator.rank == 0:
             write()
+
+
+def _write_in_fit(write: Callable[[], Any], path: str) -> Any:
+    try:
+        return _write(write, path)
+    except OSError as error:
+        if global_process_set.communicator.elastic:
+            global_process_set.communicator.agree(Request("write", path), problem=error)
+        raise
 
 
 def _write(write: Callable[[], Any], path: str) -> Any:
