@@ -59,7 +59,7 @@ def test_preempted(tmp_path, number):
         ended = job.end()
         job.assert_nothing_left()
     assert (ended.code, ended.out.count("committed")) == (75, 2)
-    assert "chorosrun: preempted: the ranks have committed and ended." in ended.err
+    assert "chorosrun: preempted: the ranks have ended." in ended.err
 
 
 def test_a_second_signal_kills(tmp_path):

@@ -279,7 +279,7 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
     late = [end for end in ends if committed and end.signal in (signal.SIGTERM, signal.SIGUSR1)]
     have_ended = all(end in (*finished, *late) or not end.stopped for end in ends) and not job_end.missing
     if (job_end.preempted or committed) and finished and have_ended:
-        line = "chorosrun: preempted: the ranks have committed and ended. The command goes on from the last commit."
+        line = "chorosrun: preempted: the ranks have ended. The same command goes on from the last commit."
         return Outcome(PREEMPTED, (line,))
     if job_end.reason is Reason.TOO_FEW:
         failures = _causes_first(job_end, [end for end in ends if end in job_end.failures])
