@@ -457,6 +457,15 @@ def test_ranks_that_mpi_keeps_in_an_admission_end(victim):
     assert re.search(r"on \S+ was lost while MPI connected a new one; it is started again", ended.err), ended.err
 
 
+def test_a_job_that_a_rank_has_finished_is_not_started_again_for_one_that_mpi_has_kept():
+    """That one learns of the loss from rank 0, which waits for it: else both wait for ever."""
+    script = HERE / "lost_in_admission_script.py"
+    ended = run("-np", 3, "--min-np", 1, sys.executable, script, "new", "SIGKILL", "noticed")
+    assert ended.code == 0, ended.err
+    assert "[2] choros: a rank was lost while MPI connected a new one, and MPI waits for it: this rank ends" in ended.err
+    assert "started again" not in ended.err
+
+
 def test_others_do_not_go_on_without_a_rank_whose_script_ends():
     script = """
 import sys, choros

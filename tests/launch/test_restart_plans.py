@@ -18,6 +18,7 @@ JOB = Job(("x",), 4, parse_hosts("10.0.0.1:2,10.0.0.2:2"), elastic=ELASTIC)
 STOPPED = {"code": 143, "signal": 15, "stopped": True}
 KILLED = {"code": 137, "signal": 9}
 DAEMON_LOST = "  Remote host:   b"
+KEPT_BY_MPI = "a rank was lost while MPI connected a new one, and MPI waits for it: this rank ends."
 HOST_LOST = "ranks 2, 3 on b were lost: the host went down or can no longer be reached"
 
 
@@ -87,6 +88,7 @@ def test_losses(job_end, loss):
         end(*(Exit(rank, "a", 0) for rank in (0, 1, 3))),
         end(Exit(0, "a", 0), messages=[DAEMON_LOST], done={0, 1, 2, 3}),
         end(*(Exit(rank, "a", 0) for rank in (0, 1, 3)), mpirun_code=-11, done={0, 1, 2, 3}),
+        end(*(Exit(rank, "a", 69, tail=KEPT_BY_MPI) for rank in (1, 2, 3)), Exit(0, "a", 0), together={0}),
         end(*(Exit(rank, "a", **KILLED) for rank in (0, 1, 2)), Exit(3, "b", **STOPPED), reason=Reason.TOO_FEW),
         end(*(Exit(rank, "a", 1, traceback="ValueError") for rank in range(4)), reason=Reason.TOO_FEW),
         end(*(Exit(rank, "a", **STOPPED) for rank in range(4)), reason=Reason.TERMINATE),

@@ -390,11 +390,13 @@ def _watched(members: MPI.Intracomm, pair: MPI.Intracomm | None, *, is_new: bool
         while not done.wait(durations.ADMISSION_LOOK):
             now = time.monotonic()
             if is_new and now - started > durations.JOIN:
+                _log.error("this rank is new, and was not taken in by the others within %g s: it ends.", durations.JOIN)
                 os._exit(1)
             if now - lost_at > durations.ADMISSION:
                 _log.error("a rank was lost while MPI connected a new one, and MPI waits for it: this rank ends.")
                 os._exit(PeerLostError.exit_code)
-            if lost_at == math.inf and any(comm.Get_failed().Get_size() for comm in comms):
+            # Another member that has noticed it has revoked them.
+            if lost_at == math.inf and any(comm.Get_failed().Get_size() or comm.Is_revoked() for comm in comms):
                 lost_at = now
                 revoke(*comms)
 

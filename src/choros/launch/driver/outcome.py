@@ -122,12 +122,14 @@ _NOT_SURVIVED = re.compile(rf"a rank was lost ({re.escape(_LOST_IN_INIT)}|while 
 
 def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
     """Returns what the job has lost, without which it can be started again; ``None``: its outcome stands.
-    That is if it ended by itself, was stopped, failed at its first start, or has fewer ranks left than ``--min-np``.
+    That is if it ended by itself, whatever became of ranks before that, was stopped, failed at its first start, or has
+    fewer ranks left than ``--min-np``.
     """
     elastic, ends = job_end.elastic, list(job_end.exits.values())
     has_started = len(job_end.started) >= job_end.size and not job_end.unconnected
     started = has_started and _not_survived(job_end) != _LOST_IN_INIT
-    if elastic is None or job_end.preempted:
+    has_finished = any(end.code == 0 and not end.stopped and end.rank in job_end.together for end in ends)
+    if elastic is None or job_end.preempted or has_finished:
         return None
     if job_end.reason not in (None, Reason.TOO_FEW, Reason.LOST, Reason.START_TIMEOUT) and not job_end.unconnected:
         return None
