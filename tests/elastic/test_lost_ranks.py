@@ -462,7 +462,9 @@ def test_a_job_that_a_rank_has_finished_is_not_started_again_for_one_that_mpi_ha
     script = HERE / "lost_in_admission_script.py"
     ended = run("-np", 3, "--min-np", 1, sys.executable, script, "new", "SIGKILL", "noticed")
     assert ended.code == 0, ended.err
-    assert "[2] choros: a rank was lost while MPI connected a new one, and MPI waits for it: this rank ends" in ended.err
+    assert (
+        "[2] choros: a rank was lost while MPI connected a new one, and MPI waits for it: this rank ends" in ended.err
+    )
     assert "started again" not in ended.err
 
 
