@@ -153,6 +153,20 @@ def test_too_few_are_left():
     )
 
 
+def test_none_is_left_when_the_last_is_lost_while_a_new_one_is_on_its_way():
+    starts = {0: Start(0, "h", 1), 1: Start(1, "h", 2, added=True)}
+    ends = {0: Exit(0, "h", **KILLED), 1: Exit(1, "h", 0)}  # chorosrun has ended the new one
+    got = outcome_of(JobEnd(2, starts, ends, elastic=Elastic(1, 2)), Limits())
+    assert (got.exit_code, "0 of 2 ranks are left, fewer than --min-np 1" in got.lines[0]) == (69, True)
+
+
+def test_mpirun_is_the_cause_and_not_a_rank_that_was_lost_before():
+    stopped = [Exit(rank, "h", **KILLED, stopped=True) for rank in (0, 2)]
+    got = outcome(Exit(1, "h", **KILLED), *stopped, mpirun_code=-9)
+    assert got.exit_code == 70
+    assert got.lines == ("chorosrun: mpirun was killed by SIGKILL (signal 9), and the job with it.",)
+
+
 def test_an_exception_is_the_exit_code_of_too_few():
     got = outcome(Exit(1, "h", **KILLED), Exit(0, "h", 1, traceback=TRACEBACK), reason=Reason.TOO_FEW)
     assert (got.exit_code, got.lines[-1]) == (1, TRACEBACK)

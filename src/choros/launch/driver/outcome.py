@@ -284,19 +284,7 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
         line = "chorosrun: preempted: the ranks have ended. The same command goes on from the last commit."
         return Outcome(PREEMPTED, (line,))
     if job_end.reason is Reason.TOO_FEW:
-        failures = _causes_first(job_end, [end for end in ends if end in job_end.failures])
-        left = f"{job_end.left} of {len(job_end.members)} ranks {'is' if job_end.left == 1 else 'are'} left"
-        raised = [end for end in failures if not end.signal and end.code != PeerLostError.exit_code]
-        last = raised[0] if raised else failures[0]
-        lines = (
-            f"chorosrun: {headline(last, job_end.roles)}; {left}, fewer than --min-np {elastic.least}: the job ends. "
-            "With --commit-dir, the same command goes on from the last commit.",
-        )
-        code = last.code if raised else PeerLostError.exit_code
-        # Of a rank that was left, only one that says more than that too few were.
-        others = (end.traceback for end in failures if "fewer than --min-np" not in end.traceback)
-        why = last.traceback or next(filter(None, others), "")
-        return Outcome(code, lines + ((why,) if why else ()), last)
+        return _too_few(job_end, elastic, job_end.left)
     if job_end.reason is None and any(map(job_end.has_finished, job_end.exits)):
         lost = [job_end.started[rank] for rank in sorted(job_end.missing) if rank in job_end.started]
         return Outcome(0, tuple(f"chorosrun: rank {start.rank} on {start.host} disappeared." for start in lost))
@@ -306,7 +294,27 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
             "before the others. Without --commit-dir nothing is saved."
         )
         return Outcome(_CODES[Reason.TERMINATE], (line,))
+    if job_end.reason is None and job_end.lost_mpirun:  # not those that were lost before have ended the job
+        return Outcome(LaunchError.exit_code, (f"chorosrun: {job_end.lost_mpirun}, and the job with it.",))
+    if job_end.reason is None and not job_end.missing and not any(end.stopped for end in ends):
+        return _too_few(job_end, elastic, 0)  # when the last was lost, new ones were on their way, or others had left
     return None
+
+
+def _too_few(job_end: JobEnd, elastic: Elastic, left: int) -> Outcome:
+    failures = _causes_first(job_end, sorted(job_end.failures, key=lambda end: end.rank))
+    raised = [end for end in failures if not end.signal and end.code != PeerLostError.exit_code]
+    last = raised[0] if raised else failures[0]
+    are_left = f"{left} of {len(job_end.members)} ranks {'is' if left == 1 else 'are'} left"
+    lines = (
+        f"chorosrun: {headline(last, job_end.roles)}; {are_left}, fewer than --min-np {elastic.least}: the job ends. "
+        "With --commit-dir, the same command goes on from the last commit.",
+    )
+    code = last.code if raised else PeerLostError.exit_code
+    # Of a rank that was left, only one that says more than that too few were.
+    others = (end.traceback for end in failures if "fewer than --min-np" not in end.traceback)
+    why = last.traceback or next(filter(None, others), "")
+    return Outcome(code, lines + ((why,) if why else ()), last)
 
 
 def _lacks_another(end: Exit) -> bool:
