@@ -182,4 +182,5 @@ def test_preempted():
     assert outcome(*ends[:2], late, reason=Reason.TERMINATE, preempted=True).exit_code == 143
     committed = [Exit(rank, "h", 75, stopped=True) for rank in range(2)]
     assert outcome(*committed, late, reason=Reason.TERMINATE, preempted=True).exit_code == 75
-    assert outcome(*committed, killed, reason=Reason.TERMINATE, preempted=True).exit_code == 143
+    got = outcome(*committed, killed, reason=Reason.TERMINATE, preempted=True)
+    assert (got.exit_code, got.lines[0]) == (75, "chorosrun: rank 2 was killed meanwhile.")

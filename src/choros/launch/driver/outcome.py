@@ -277,12 +277,15 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
         line = "chorosrun: preempted while it waited for hosts. The same command goes on from the last commit."
         return Outcome(PREEMPTED, (line,))
     committed = any(end.code == PREEMPTED for end in finished)
-    # Those that the signal itself ended were new, or not as far as the others, who have committed without them.
-    late = [end for end in ends if committed and end.signal in (signal.SIGTERM, signal.SIGUSR1)]
+    # Those that the signal itself ended were new, or not as far as the others, who have committed without them, as they
+    # have without one that was killed: its commit is complete before any rank ends with that code.
+    late = [end for end in ends if committed and end.signal not in (0, signal.SIGINT)]
     have_ended = all(end in (*finished, *late) or not end.stopped for end in ends) and not job_end.missing
     if (job_end.preempted or committed) and finished and have_ended:
+        killed = [end.rank for end in late if end.stopped and end.signal == signal.SIGKILL]
+        were = f"chorosrun: {job_end.roles.names(killed)} {'was' if len(killed) == 1 else 'were'} killed meanwhile."
         line = "chorosrun: preempted: the ranks have ended. The same command goes on from the last commit."
-        return Outcome(PREEMPTED, (line,))
+        return Outcome(PREEMPTED, (were, line) if killed else (line,))
     if job_end.reason is Reason.TOO_FEW:
         return _too_few(job_end, elastic, job_end.left)
     if job_end.reason is None and any(map(job_end.has_finished, job_end.exits)):
