@@ -167,6 +167,16 @@ def test_mpirun_is_the_cause_and_not_a_rank_that_was_lost_before():
     assert got.lines == ("chorosrun: mpirun was killed by SIGKILL (signal 9), and the job with it.",)
 
 
+def test_a_job_whose_scripts_have_all_ended_has_finished_though_mpirun_crashes():
+    got = outcome(Exit(1, "h", **KILLED), mpirun_code=-11, done={0}, newcomers={2})
+    assert got.exit_code == 0
+    assert got.lines[0].endswith("(signal 11). All scripts had ended: the job has finished.")
+    # Not if an exception has ended the script, or the only one left was a new rank that chorosrun has ended.
+    lost = Exit(1, "h", **KILLED), Exit(2, "h", **KILLED)
+    assert outcome(*lost, mpirun_code=-11, done={0}, crashed={0}).exit_code == 70
+    assert outcome(*lost, Exit(0, "h", 0), mpirun_code=-11, done={0}, newcomers={0}).exit_code == 70
+
+
 def test_an_exception_is_the_exit_code_of_too_few():
     got = outcome(Exit(1, "h", **KILLED), Exit(0, "h", 1, traceback=TRACEBACK), reason=Reason.TOO_FEW)
     assert (got.exit_code, got.lines[-1]) == (1, TRACEBACK)

@@ -89,6 +89,7 @@ def test_losses(job_end, loss):
         end(Exit(0, "a", 0), messages=[DAEMON_LOST], done={0, 1, 2, 3}),
         end(*(Exit(rank, "a", 0) for rank in (0, 1, 3)), mpirun_code=-11, done={0, 1, 2, 3}),
         end(*(Exit(rank, "a", 69, tail=KEPT_BY_MPI) for rank in (1, 2, 3)), Exit(0, "a", 0), together={0}),
+        end(Exit(0, "a", **KILLED), Exit(1, "a", **STOPPED), mpirun_code=-11, done={2, 3}, newcomers={1}),
         end(*(Exit(rank, "a", **KILLED) for rank in (0, 1, 2)), Exit(3, "b", **STOPPED), reason=Reason.TOO_FEW),
         end(*(Exit(rank, "a", 1, traceback="ValueError") for rank in range(4)), reason=Reason.TOO_FEW),
         end(*(Exit(rank, "a", **STOPPED) for rank in range(4)), reason=Reason.TERMINATE),

@@ -47,8 +47,8 @@ def signal_name(number: int) -> str:
 @dataclass
 class JobEnd:
     """How a job and its ranks ended; ``exits`` are in the order of their reports; ``reason``: why it was stopped.
-    ``done``: the ranks whose scripts ended or were not needed any more; ``together``: those that left with all others.
-    ``newcomers``: those that were added, and that the others have not taken in yet.
+    ``done``: the ranks whose scripts ended or were not needed any more; ``crashed``: those that an exception ends;
+    ``together``: those that left with all others; ``newcomers``: those that were added, and not taken in by the others.
     ``stuck``, ``given_up``: why it was stopped, not restarted; ``move``: how to start it on the hosts of now, if they
     have changed; ``moves``: whether its ranks were asked to commit and to end for that.
     ``asked``: the last signal to chorosrun that asks for its end; 0: there was none.
@@ -71,6 +71,7 @@ class JobEnd:
     move: Step | None = None
     moves: bool = False
     done: set[int] = field(default_factory=set)
+    crashed: set[int] = field(default_factory=set)
     initialized: set[int] = field(default_factory=set)
     together: set[int] = field(default_factory=set)
     newcomers: set[int] = field(default_factory=set)
@@ -80,6 +81,8 @@ class JobEnd:
         """Records an event of ``rank``."""
         if event.kind is Kind.SCRIPT_ENDED:
             self.done.add(rank)
+        if event.kind is Kind.RANK_CRASHED:
+            self.crashed.add(rank)
         if event.kind is Kind.FINISHED:
             self.together.add(rank)
         if event.kind is Kind.WAITING and event.name == INIT:
@@ -87,6 +90,13 @@ class JobEnd:
             self.together.discard(rank)
         if event.kind is Kind.RANK_JOINED:
             self.newcomers.discard(event.details.get("number"))
+
+    def replace(self, rank: int) -> None:
+        """Records that a new rank takes the place of ``rank``, and that the others have not taken it in yet."""
+        self.exits.pop(rank, None)
+        self.done.discard(rank)
+        self.crashed.discard(rank)
+        self.newcomers.add(rank)
 
     @property
     def hosts(self) -> set[str]:

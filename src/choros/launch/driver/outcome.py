@@ -160,11 +160,13 @@ def loss_of(job_end: JobEnd, job: Job) -> JobLoss | None:
 
 
 def _interrupted(job_end: JobEnd) -> set[int]:
-    """The ranks that have not ended by themselves, nor failed; on one host, those of too few are not among them."""
+    """The ranks that have not ended by themselves, nor failed; on one host, those of too few are not among them, nor
+    are new ones that the others have not taken in.
+    """
     are_lost = len(job_end.hosts) > 1 or bool(_not_survived(job_end))
     lost = {rank for rank, end in job_end.exits.items() if are_lost and end.code == PeerLostError.exit_code}
     stopped = {rank for rank, end in job_end.exits.items() if end.stopped}
-    return lost | (stopped | job_end.missing) - job_end.done
+    return lost | (stopped | job_end.missing) - job_end.done - job_end.newcomers
 
 
 def _sentence(job_end: JobEnd, gone: frozenset[str], cut: set[tuple[str, str]], failed: list[Exit]) -> str:
@@ -298,6 +300,10 @@ def _elastic(job_end: JobEnd, elastic: Elastic) -> Outcome | None:
         )
         return Outcome(_CODES[Reason.TERMINATE], (line,))
     if job_end.reason is None and job_end.lost_mpirun:  # not those that were lost before have ended the job
+        failed = {end.rank for end in job_end.failures} | job_end.crashed
+        if job_end.done - job_end.newcomers - failed and not _interrupted(job_end):
+            said = f"chorosrun: {job_end.lost_mpirun}. All scripts had ended: the job has finished."
+            return Outcome(0, (said,))
         return Outcome(LaunchError.exit_code, (f"chorosrun: {job_end.lost_mpirun}, and the job with it.",))
     if job_end.reason is None and not job_end.missing and not any(end.stopped for end in ends):
         return _too_few(job_end, elastic, 0)  # when the last was lost, new ones were on their way, or others had left

@@ -196,8 +196,7 @@ class Supervisor:
         self._job_end.started[frame.rank] = frame
         self._record.start(frame)
         if frame.added:
-            self._job_end.exits.pop(frame.rank, None)
-            self._job_end.newcomers.add(frame.rank)
+            self._job_end.replace(frame.rank)
             self._waits.replaced(frame.rank)
             self._end_unneeded({frame.rank})
             self._output.show(
@@ -233,7 +232,8 @@ class Supervisor:
             return
         if rank in self._unneeded:
             frame = replace(frame, code=0, signal=0, traceback="")
-        job_end.newcomers.discard(rank)
+        elif not frame.stopped:
+            job_end.newcomers.discard(rank)
         job_end.exits[rank] = frame
         publish(Kind.RANK_ENDED, rank, frame.host, code=frame.code, signal=frame.signal, seconds=frame.seconds)
         if job_end.is_saving:
@@ -251,7 +251,7 @@ class Supervisor:
             self._loop.set_deadline("failure", durations.SHUTDOWN, lambda: self._stopping.stop(Reason.FAILURE))
         elif frame.code != 0 and job_end.elastic is None:
             self._stopping.stop(Reason.FAILURE)
-        elif not self._end_unneeded(job_end.newcomers) and frame.code == 0:
+        elif not self._end_unneeded(job_end.newcomers & job_end.missing) and frame.code == 0:
             self._waits.ended(rank)
 
     def _end_unneeded(self, newcomers: set[int]) -> bool:
