@@ -369,6 +369,36 @@ def case_what_users_see_around_a_step() -> None:
         twice.step(closure)
 
 
+def case_hooks_that_change_gradients_before_a_step() -> None:
+    """They clip the gradients of all ranks; with a closure there are none yet."""
+    seen: list[float] = []
+    for make in (SGD, functools.partial(torch.optim.Adafactor, lr=0.05)):
+        for model, distributed in in_slices_and_whole():
+            optimizer = distributed(make(model.parameters()))
+
+            def clip(*_: Any, model: Any = model) -> None:
+                seen.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+
+            train(model, optimizer, steps=range(2))
+            handle = optimizer.register_step_pre_hook(clip)
+            train(model, optimizer, steps=range(2, 5))
+            handle.remove()
+            train(model, optimizer, steps=range(5, 7))
+            optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.param_groups[0].update(lr=0.02))
+
+            def closure(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, own(7))
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        in_slices, whole = seen[:3], seen[3:]
+        assert in_slices == whole
+        assert all(norm > 0.05 for norm in whole)
+        seen.clear()
+
+
 def case_process_sets() -> None:
     """Each rank is in one of two sets: one trains alone, others together."""
     sets = [hvd.add_process_set(ranks) for ranks in ([0], [*range(1, hvd.size())])]

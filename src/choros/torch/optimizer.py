@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -84,6 +85,12 @@ class _HorovodMethods:
         check_passes(passes)
         if (exchange := _hook_of(self).exchange) is not None:
             exchange.micro_batches = passes
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Torch's method; the hook gets the whole gradients of all ranks, and ``step`` uses what it makes of them."""
+        handle = super().register_step_pre_hook(hook)  # type: ignore[misc]
+        _hook_of(self).begin_after_all(self)
+        return handle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Torch's method; backward passes before it do not count, such as that of a GAN's generator for its critic."""
@@ -345,7 +352,13 @@ def _wrap(optimizer: Any, hook: GradientHook) -> Any:
         if not is_within_step(stepped):
             hook.after_step(stepped)
 
-    optimizer.register_step_pre_hook(before)
+    def begin(stepped: Any, *_: Any) -> None:
+        if not is_within_step(stepped):
+            hook.before_update(stepped)
+
+    # Torch's own, not that of the derived class: between these two are the user's.
+    register = partial(torch.optim.Optimizer.register_step_pre_hook, optimizer)
+    hook.handles = register(before), register(begin)
     handle = optimizer.register_step_post_hook(after)
     # Hooks that were there before, such as moving averages of the weights, are called when all have these.
     vars(optimizer)["_optimizer_step_post_hooks"].move_to_end(handle.id, last=False)

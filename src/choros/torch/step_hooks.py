@@ -191,9 +191,15 @@ def _with_numbers(setting: Any, values: Any) -> Any:
 class GradientHook:
     """Reduces one optimizer's gradients before its steps, if not ``skipping``; ``number``: those created before it.
     ``sliced``: what else happens in a step if each rank has a slice of the optimizer's state.
+
+    Hooks that a user registers later see the gradients of all ranks, and may clip them::
+
+        before_step: reduce ──► the user's pre-hooks ──► before_update: cut this rank's slices ──► torch's step
     """
 
     shares_state = True
+    #: Of the pre-hooks of the optimizer that call ``before_step`` and ``before_update``.
+    handles: tuple[Any, ...] = ()
 
     def __init__(self, exchange: BackwardExchange | None, sliced: SlicedStep | None = None) -> None:
         self.exchange = exchange
@@ -201,7 +207,7 @@ class GradientHook:
         self.process_set: Any = None if exchange is None else exchange.reducer.process_set
         self.skipping = False
         self.number = next(_created)
-        self._reduced = self._dropped = False
+        self._reduced = self._dropped = self._is_due = False
         self._warned = False
         self._is_logged = False
 
@@ -244,8 +250,8 @@ class GradientHook:
         self._reduced = True
 
     def _reduce_for_step(self, optimizer: Any) -> None:
-        """Reduces gradients that no one but the step needs."""
-        if self._sliced is None:
+        """Reduces gradients that no one but the step needs, and the user's hooks."""
+        if self._sliced is None or self._has_others(optimizer):
             self.reduce(optimizer)
         else:
             self._check_order()
@@ -253,6 +259,7 @@ class GradientHook:
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Torch's pre-hook of ``step``, whose arguments it may replace: by a closure that also reduces gradients."""
+        self._is_due = False
         if self._sliced is not None:
             self._sliced.slices.restore()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -264,8 +271,24 @@ class GradientHook:
             elif not self._warned:
                 self._warned = True
                 warnings.warn(_NOT_AGAIN, stacklevel=_CALLER)
-        self._begin_update(optimizer)
+        self._is_due = True
         return None
+
+    def before_update(self, optimizer: Any) -> None:
+        """Torch's pre-hook of ``step`` after all others, unless a closure computes the gradients later."""
+        if self._is_due:
+            self._is_due = False
+            self._begin_update(optimizer)
+
+    def begin_after_all(self, optimizer: Any) -> None:
+        """Keeps ``before_update`` the last of the optimizer's pre-hooks."""
+        vars(optimizer)["_optimizer_step_pre_hooks"].move_to_end(self.handles[-1].id)
+
+    def _has_others(self, optimizer: Any) -> bool:
+        """Whether a step calls hooks of the user's between ``before_step`` and ``before_update``."""
+        numbers = list(vars(optimizer)["_optimizer_step_pre_hooks"])
+        first, last = (numbers.index(each.id) for each in self.handles)
+        return bool(last - first > 1)
 
     def _begin_update(self, optimizer: Any) -> None:
         self._reduced = False
