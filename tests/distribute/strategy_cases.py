@@ -496,6 +496,11 @@ def case_batches_of_a_generator():
     histories = [fit(model, generator(), steps_per_epoch=N // BATCH, epochs=2) for model in (ours, theirs)]
     assert_same_weights(ours, theirs)
     assert_same_history(*histories)
+    batches = generator(), generator()
+    for _ in range(2):  # the second goes on where the first has ended
+        histories = [fit(model, own, steps_per_epoch=1) for model, own in zip((ours, theirs), batches, strict=True)]
+        assert_same_history(*histories)
+    assert_same_weights(ours, theirs)
 
 
 def case_tensors_and_held_out_data_smaller_than_the_replicas():

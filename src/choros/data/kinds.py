@@ -92,8 +92,8 @@ class DataKind(ABC):
         return FixedData(sharding, lambda: self.split(data, sharding.part), doubt)
 
     def batches(self, data: Any) -> Iterator[Any]:
-        """Yields the batches of one epoch."""
-        yield from data
+        """Returns an iterator of the batches of one epoch. A generator stays open: later calls go on with it."""
+        return iter(data)
 
     def length(self, data: Any) -> int | None:
         """Returns the number of batches; ``None`` if it is not known."""
