@@ -174,7 +174,10 @@ def test_a_job_whose_scripts_have_all_ended_has_finished_though_mpirun_crashes()
     # Not if an exception has ended the script, or the only one left was a new rank that chorosrun has ended.
     lost = Exit(1, "h", **KILLED), Exit(2, "h", **KILLED)
     assert outcome(*lost, mpirun_code=-11, done={0}, crashed={0}).exit_code == 70
-    assert outcome(*lost, Exit(0, "h", 0), mpirun_code=-11, done={0}, newcomers={0}).exit_code == 70
+    starts = {rank: Start(rank, "h", 1, added=not rank) for rank in range(3)}
+    ends = {end.rank: end for end in (*lost, Exit(0, "h", 0))}
+    job_end = JobEnd(3, starts, ends, elastic=Elastic(1, 3), mpirun_code=-11, done={0}, newcomers={0})
+    assert outcome_of(job_end, Limits()).exit_code == 70
 
 
 def test_an_exception_is_the_exit_code_of_too_few():
