@@ -503,6 +503,21 @@ def case_batches_of_a_generator():
     assert_same_weights(ours, theirs)
 
 
+def case_later_calls_of_fit_go_on_with_the_orders_of_a_shuffled_data_set():
+    import tensorflow as tf
+
+    ours, theirs = both()
+    for repeated in (False, True):
+        batches = [tf.data.Dataset.from_tensor_slices(data()).shuffle(N, seed=3).batch(BATCH) for _ in range(2)]
+        batches = [each.repeat() for each in batches] if repeated else batches
+        next(iter(batches[1]))  # under a strategy, the first order is the second of plain Keras
+        for _ in range(3):
+            pairs = zip((ours, theirs), batches, strict=True)
+            histories = [fit(model, own, steps_per_epoch=1) for model, own in pairs]
+            assert_same_history(*histories)
+    assert_same_weights(ours, theirs)
+
+
 def case_tensors_and_held_out_data_smaller_than_the_replicas():
     x, y = data()
     model, plain = both()

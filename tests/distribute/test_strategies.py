@@ -33,6 +33,7 @@ ON_SOME = {
     "case_several_inputs_and_outputs": "torch tensorflow",
     "case_example_weights": "torch jax",
     "case_regularisation_counts_once": "tensorflow",
+    "case_later_calls_of_fit_go_on_with_the_orders_of_a_shuffled_data_set": "tensorflow",
     "case_several_steps_per_execution": "torch tensorflow",
     "case_batches_of_a_py_dataset": "torch jax",
     "case_single_batches_equal_one_device": "torch jax tensorflow",

@@ -27,6 +27,7 @@ from choros.data.tf_auto_shard import (
     seeds_of,
 )
 from choros.errors import ConfigError
+from choros.parallel.objects import object_of_first
 from choros.parallel.structure import map_structure
 
 
@@ -248,18 +249,26 @@ class TfEpochs(StreamData):
     def __init__(self, dataset: Any, sharding: Sharding) -> None:
         check_order(dataset)
         self._order = _order_of(dataset, sharding.batch_size)
-        super().__init__(sharding, TfEpochs._own, self._order.iterator)
+        super().__init__(sharding, TfEpochs._own, lambda epoch: self._order.iterator(self._iteration(epoch)))
         self._batches = self._order.batches
         with tf.device("CPU:0"):
             #: The current part: the first batch and the end, the first replica and the number of replicas.
             self._now = tf.Variable([0] * 4, dtype=tf.int64, trainable=False)
         self._set()
 
+    def begin_fit(self) -> None:
+        """Goes on with the orders after those of earlier calls of ``fit``, as ``shuffle`` does."""
+        self.seed = object_of_first(lambda: self._order.begun)
+
     def begin_epoch(self, epoch: int, parts: Iterable[ShardBatches]) -> None:
         """Sets what the next iteration yields: at most one part."""
         super().begin_epoch(epoch, parts)
         self._set()
-        self._order.rewind(epoch)
+        self._order.rewind(self._iteration(epoch))
+
+    def _iteration(self, epoch: int) -> int:
+        """The number of the iteration, of those of all calls of ``fit``, whose order an epoch has."""
+        return (self.seed or 0) + epoch - self.first
 
     def _set(self) -> None:
         (each,) = self.parts or (ShardBatches(0, 1, range(0)),)
@@ -318,7 +327,8 @@ def _order_of(dataset: Any, batch_size: int | None) -> _SeedOrder:
 class _SeedOrder:
     """The random order of the iterations of a data set, each of which draws new seeds from its generators.
 
-    The seeds of iteration e + 1 are those of epoch e. The generators are set back with the state of an iterator::
+    The seeds of iteration e + 1 are those of epoch e, counted over all calls of ``fit``, which have ``begun`` so many.
+    The generators are set back with the state of an iterator::
 
         iteration     0        1          2          3
         seeds         drawn    epoch 0    epoch 1    epoch 2
@@ -330,9 +340,11 @@ class _SeedOrder:
         self.batches = batches
         self._shuffles = any(getattr(each, "_reshuffle_each_iteration", False) for each in chain(batches))
         self._saved = [self._save(iter(batches))] if self._shuffles else []
+        self.begun = 0
 
     def rewind(self, epoch: int) -> None:
         """Makes the next iteration that of ``epoch``."""
+        self.begun = max(self.begun, epoch + 1)
         if not self._shuffles:
             return
         while len(self._saved) <= epoch:
