@@ -2,6 +2,7 @@
 numbers at the start, are killed while they write; or the disk is full.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -24,7 +25,7 @@ class Layer(keras.layers.Dense):
         super().save_own_variables(store)
         if str(number) in killed:
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "in fit, on a full disk":
+        if "on a full disk" in how:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -33,8 +34,16 @@ number = hvd.rank()
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), Layer(1)])
     model.compile("adam", "mse")
+
+
+class Tolerant(keras.callbacks.ModelCheckpoint):
+    def on_epoch_end(self, epoch, logs=None):
+        with contextlib.suppress(OSError if "tolerant" in how else ()):
+            super().on_epoch_end(epoch, logs)
+
+
 if how.startswith("in fit"):
-    best = keras.callbacks.ModelCheckpoint(directory / "shared.keras", monitor="loss", save_best_only=True)
+    best = Tolerant(directory / "shared.keras", monitor="loss", save_best_only=True)
     model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=8, verbose=0, callbacks=[best])
 else:
     model.save(directory / ("mine.keras" if number == 3 else "shared.keras"))

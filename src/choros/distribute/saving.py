@@ -20,7 +20,8 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,8 @@ _OF_MANAGER = ("_latest_checkpoint", "_maybe_delete", "_last_preserved_timestamp
 
 #: What process 0 was to write in ``fit`` since the last collective: its number, the collectives before, and the call.
 _of_first: list[tuple[int, int, Callable[[], Any]]] = []
+#: The last error of writing in ``fit``, which a callback may catch.
+_unwritten: list[BaseException] = []
 
 
 def guard_saving() -> None:
@@ -126,8 +129,7 @@ def _strategy_of_variables(saved: Any) -> Any:
 def write_once(write: Callable[[], Any], path: str = "") -> Any:
     """Calls ``write`` on the first process of those with this ``path`` and returns its picklable result; all wait.
     In ``fit`` only process 0 writes, and the others return ``None``, as a callback may write on one only. If one that
-    writes is lost in an elastic job, another one does; if it cannot write, the job ends, as the next one could not
-    either. A call within ``write`` only calls its own.
+    writes is lost in an elastic job, another one does. A call within ``write`` only calls its own.
     """
     if thread.writing_files:
         return write()
@@ -181,9 +183,27 @@ def _write_in_fit(write: Callable[[], Any], path: str) -> Any:
     try:
         return _write(write, path)
     except OSError as error:
-        if global_process_set.communicator.elastic:
-            global_process_set.communicator.agree(Request("write", path), problem=error)
+        _unwritten[:] = [error]
         raise
+
+
+@contextmanager
+def ended_if_unwritten() -> Iterator[None]:
+    """A context of ``fit``: if it ends on process 0 of an elastic job because that cannot write a file, it ends on all,
+    as the next one could not write either.
+    """
+    try:
+        yield
+    except OSError as error:
+        communicator = global_process_set.communicator
+        cause: BaseException | None = error
+        while cause is not None and cause not in _unwritten:
+            cause = cause.__context__
+        if cause is not None and communicator.elastic:
+            communicator.agree(Request("write"), problem=error)
+        raise
+    finally:
+        _unwritten.clear()
 
 
 def _write(write: Callable[[], Any], path: str) -> Any:

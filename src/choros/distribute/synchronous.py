@@ -33,7 +33,7 @@ from choros.data.kinds import are_arrays, epochs_behind
 from choros.data.rows import check_global_batch, count_rows, cut
 from choros.distribute import datasets
 from choros.distribute.replicas import Replicas
-from choros.distribute.saving import write_for_lost, write_once
+from choros.distribute.saving import ended_if_unwritten, write_for_lost, write_once
 from choros.distribute.scope import current_replica, enter_fit, in_fit, in_replica
 from choros.distribute.shares import BATCH, evaluation_data, predict_rows, shares_named, training_data
 from choros.distribute.torch_objects import watch_model
@@ -224,7 +224,7 @@ class SynchronousTraining(Training):
         changes["callbacks"] = callbacks
         elastic = steps.elastic(data, call["class_weight"]) if isinstance(data, EpochData) else nullcontext()
         named = shares_named(batch_size, self._replicas.count)
-        with named, enter_fit(), built_before_training(model), elastic:
+        with named, enter_fit(), built_before_training(model), elastic, ended_if_unwritten():
             history = call.replaced(**changes, shuffle=False, verbose=verbose).run()
         if admits:
             run.share_history()
