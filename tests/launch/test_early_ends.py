@@ -14,9 +14,9 @@ SCRIPT = Path(__file__).with_name("early_ends_script.py")
 ENDS = [
     ("1:2:exit,0:3:kill,2:3:kill", 1, 0, "(MismatchError)"),
     ("1:2:_exit,0:4:raise,2:4:raise", 1, 0, "(ValueError)"),
-    ("1:2:_exit,0:4:kill,2:5:kill", 137, 0, "was killed by SIGKILL"),
+    ("1:2:_exit,0:4:kill,2:5:kill", 69, 0, "0 of 3 ranks are left, fewer than --min-np 1"),
     ("1:2:leave,0:5:raise,2:5:raise", 1, 0, "(ValueError)"),
-    ("1:2:leave,0:5:kill,2:5:kill", 137, 0, "was killed by SIGKILL"),
+    ("1:2:leave,0:5:kill,2:5:kill", 69, 0, "0 of 3 ranks are left, fewer than --min-np 1"),
     ("0:2:leave,1:2:leave,2:2:leave", 143, 0, "all ranks have left, and none has made the job's last step"),
     ("1:2:kill", 0, 2, "2 ranks go on"),
     ("1:2:raise", 0, 2, "2 ranks go on"),
